@@ -1,0 +1,1 @@
+"""Capture: hooks into torch that write the black box of a rank."""

@@ -1,0 +1,1 @@
+"""pptrace: says why a pipeline-parallel job hangs."""

@@ -1,0 +1,1 @@
+"""Fixed schedules: the remedy a verdict points to."""

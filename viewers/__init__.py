@@ -1,0 +1,1 @@
+"""Presentation: render a `pptrace.report.Report` or a timeline; compute nothing."""
