@@ -562,6 +562,9 @@ def read_bytes(data: bytes, *, path: str = "", tail: int | None = None) -> RankL
     )
     if incomplete:
         log.incomplete = texts.get(incomplete, "a hook switched itself off")
+    log.missing_bytes = max(0, head[10] + head[4] * head[3] - len(data))
+    if len(data) < head[10]:  # tables cut: silence of a channel proves nothing
+        log.incomplete = log.incomplete or "its file was cut off"
     table = data[head[5] : head[5] + min(n_channels, head[6]) * head[7]]
     log.channels = list(_read_channels(log, table))
     _read_ring(log, data[head[10] :], head[4], texts, signatures, schedules, tail)

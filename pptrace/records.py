@@ -300,6 +300,8 @@ class RankLog:
     """Oldest first; those overwritten by the ring or torn are not here."""
     torn: int = 0
     overwritten: int = 0
+    missing_bytes: int = 0
+    """How much of the file was cut off; its newest records may be among them."""
     incomplete: str = ""
     """Why counts of this rank's channels cannot be trusted; empty if they can."""
     environment: dict[str, Any] = field(default_factory=dict)
