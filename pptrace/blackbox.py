@@ -143,15 +143,17 @@ def file_name(rank: int) -> str:
 
 
 def process_start(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 if it does not exist.
+    """Start time of a process in clock ticks since boot; 0 if it does not run.
 
-    Together with the pid it tells a process from a later one with the same pid.
+    Together with the pid it tells a process from a later one with the same pid. A
+    process that ended and was not yet waited for by its parent does not run.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return 0
-    return int(stat.rpartition(b")")[2].split()[19])
+    fields = stat.rpartition(b")")[2].split()
+    return 0 if fields[0] in {b"Z", b"X"} else int(fields[19])
 
 
 def _boot_id() -> str:
