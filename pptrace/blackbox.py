@@ -133,6 +133,9 @@ _SLOT_DTYPE = np.dtype(
 )
 assert _SLOT_DTYPE.itemsize == _SLOT_BYTES
 
+STACKS_END = "pptrace: end of stacks\n"
+"""Ends each dump of stacks we asked for; what a dying process adds comes after it."""
+
 _FACT, _TEXT = b"F", b"T"
 _ENTRY = struct.Struct("<I1s")
 
@@ -186,6 +189,7 @@ class BlackBox:
     ) -> None:
         self.path = Path(path)
         self.rank = rank
+        self.run = run
         self.slots = slots
         self._channel_offset = _PAGE
         self._text_offset = _PAGE + _CHANNELS * _CHANNEL_BYTES
@@ -739,12 +743,10 @@ def _add_process_state(log: RankLog, path: Path, process_started: int) -> None:
     except OSError:
         return
     log.stacks = text
-    if log.alive is False and "Current thread" in text and log.status in (
-        Status.STARTING,
-        Status.RUNNING,
-    ):
+    at_death = text.rpartition(STACKS_END)[2]
+    if log.alive is not True and at_death.strip():
         log.terminated_ns = changed_ns
-        log.terminated_by = "SIGABRT" if "Fatal Python error" in text else "SIGTERM"
+        log.terminated_by = "SIGABRT" if "Fatal Python error" in at_death else "SIGTERM"
 
 
 def with_process_state(log: RankLog, *, alive: bool | None) -> RankLog:

@@ -1,0 +1,270 @@
+"""Hooks on raw P2P of any group: single ops, batches, and waits on their works.
+
+They sit on the methods of ``ProcessGroup`` that ``isend``, ``irecv``, ``send``,
+``recv``, the object variants and ``batch_isend_irecv`` all end in, not on those
+functions: ``_batch_p2p`` chooses the transport by the identity of ``dist.isend``, so a
+wrapper in its place would change which communicator an op rides. For the same reason
+works are not wrapped; ``Work.wait`` is hooked on the class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from pptrace.hooks.patching import PatchList
+from pptrace.hooks.recorder import Batch
+from pptrace.hooks.state import Active, active, fail_open
+from pptrace.records import Direction
+
+__all__ = ["follow", "install", "open_batch", "run_batch"]
+
+_SEND, _RECV = int(Direction.SEND), int(Direction.RECV)
+
+
+def install(patches: PatchList) -> None:
+    """Install the P2P hooks."""
+    group = dist.ProcessGroup
+    patches.replace(group, "send", functools.partial(_issue, direction=_SEND))
+    patches.replace(group, "recv", functools.partial(_issue, direction=_RECV))
+    patches.replace(group, "recv_anysource", _recv_anysource)
+    patches.replace(group, "_start_coalescing", _start_coalescing)
+    patches.replace(group, "_end_coalescing", _end_coalescing)
+    patches.replace_function(c10d, "batch_isend_irecv", _batch_isend_irecv)
+    patches.replace(dist.Work, "wait", _wait)
+
+
+def _issue(original: Callable[..., Any], *, direction: int) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def issue(pg: Any, tensors: Any, peer: int, tag: int = 0, **kwargs: Any) -> Any:
+        on = active("p2p")
+        if on is None:
+            return original(pg, tensors, peer, tag, **kwargs)
+        return _recorded(
+            on,
+            lambda: original(pg, tensors, peer, tag, **kwargs),
+            pg,
+            direction,
+            tensors[0],
+            peer,
+            tag,
+        )
+
+    return issue
+
+
+def _recv_anysource(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def recv_anysource(pg: Any, tensors: Any, tag: int = 0, **kwargs: Any) -> Any:
+        on = active("p2p")
+        if on is None:
+            return original(pg, tensors, tag, **kwargs)
+        call = functools.partial(original, pg, tensors, tag, **kwargs)
+        return _recorded(on, call, pg, _RECV, tensors[0], -1, tag)
+
+    return recv_anysource
+
+
+def _recorded(
+    on: Active,
+    call: Callable[[], Any],
+    pg: Any,
+    direction: int,
+    tensor: Any,
+    peer: int,
+    tag: int,
+) -> Any:
+    """Record an op, issue it (or have it emulated), follow its work."""
+    recorder = on.recorder
+    try:
+        state = recorder.group_state(pg)
+        entry = recorder.post(state, direction, tensor, peer, tag)
+    except Exception as error:  # noqa: BLE001
+        fail_open(on, "p2p", error)
+        return call()
+    seq = entry[0]
+    batch = recorder.context.batch
+    try:
+        if on.emulator is not None and peer >= 0:
+            op = on.emulator.op(direction, tensor, entry[3], entry[2])
+            if batch is not None and batch.coalesced:
+                batch.emulated.append((state, op))
+                batch.seqs.append(entry[:3])
+                return None
+            transport = recorder.transport_of(state, coalesced=False)
+            work = on.emulator.post(state.value, transport, [op], coalesced=False)[0]
+        else:
+            work = call()
+    except BaseException:
+        recorder.failed(seq)
+        raise
+    if batch is not None and batch.coalesced and work is None:
+        batch.seqs.append(entry[:3])  # the whole batch gets one work, at its end
+        return work
+    recorder.returned(seq)
+    follow(on, work, [entry[:3]])
+    return work
+
+
+# -- batches -----------------------------------------------------------------------
+
+
+def open_batch(on: Active, ops: list[Any], desc: str | None) -> Batch:
+    """Start a batch on this thread; the ops issued until it ends belong to it."""
+    box = on.recorder.box
+    return Batch(box.next_batch(), ops, box.text(desc) if desc else 0)
+
+
+def run_batch(on: Active, batch: Batch, call: Callable[[], Any]) -> Any:
+    """Run ``call`` with ``batch`` open on this thread.
+
+    A coalesced batch under emulation is posted here, as one call, and its one work
+    takes the place of what ``call`` returned.
+    """
+    context = on.recorder.context
+    outer, context.batch = context.batch, batch
+    try:
+        result = call()
+        if batch.emulated:
+            result = _post_emulated(on, batch)
+        elif batch.seqs:
+            _returned(on, batch, result)
+    except BaseException:
+        for seq, _, _ in batch.seqs:
+            on.recorder.failed(seq)
+        raise
+    finally:
+        context.batch = outer
+    return result
+
+
+def _post_emulated(on: Active, batch: Batch) -> list[Any]:
+    """Post what a coalesced batch collected; one call per group, as NCCL would."""
+    works: list[Any] = []
+    recorder = on.recorder
+    for group_state in dict.fromkeys(state for state, _ in batch.emulated):
+        picked = [
+            (op, entry)
+            for (state, op), entry in zip(batch.emulated, batch.seqs, strict=True)
+            if state is group_state
+        ]
+        transport = recorder.transport_of(group_state, coalesced=True)
+        posted = on.emulator.post(
+            group_state.value, transport, [op for op, _ in picked], coalesced=True
+        )
+        entries = [entry for _, entry in picked]
+        for entry in entries:
+            recorder.returned(entry[0])
+        follow(on, posted[0], entries)
+        works.extend(posted)
+    return works
+
+
+def _returned(on: Active, batch: Batch, result: Any) -> None:
+    works = result if isinstance(result, list) else [result]
+    for entry in batch.seqs:
+        on.recorder.returned(entry[0])
+    for work in works:
+        if isinstance(work, dist.Work):
+            follow(on, work, batch.seqs)
+
+
+def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        on = active("p2p")
+        if on is None:
+            return original(p2p_op_list)
+        try:
+            batch = on.recorder.context.batch
+            if batch is None or len(batch.ops) != len(p2p_op_list):
+                batch = open_batch(on, list(p2p_op_list), None)
+            elif batch.coalesced:  # the caller has already opened and will post it
+                return original(p2p_op_list)
+            batch.coalesced = on.emulator is not None or _coalesces(p2p_op_list)
+        except Exception as error:  # noqa: BLE001
+            fail_open(on, "batch_isend_irecv", error)
+            return original(p2p_op_list)
+        return run_batch(on, batch, lambda: original(p2p_op_list))
+
+    return batch_isend_irecv
+
+
+def _coalesces(ops: Any) -> bool:
+    """Whether the backend makes one call of a batch (gloo issues op by op)."""
+    first = ops[0]
+    group = first.group or c10d._get_default_group()
+    return bool(group._get_backend(first.tensor.device).supports_coalescing)
+
+
+def _start_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def start_coalescing(pg: Any, device: Any) -> Any:
+        on = active("p2p")
+        if on is not None and on.recorder.context.batch is None:
+            batch = open_batch(on, [], None)
+            batch.coalesced = True
+            on.recorder.context.batch = batch
+        return original(pg, device)
+
+    return start_coalescing
+
+
+def _end_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def end_coalescing(pg: Any, device: Any) -> Any:
+        work = original(pg, device)
+        on = active("p2p")
+        batch = on.recorder.context.batch if on is not None else None
+        if on is not None and batch is not None and not batch.ops:
+            on.recorder.context.batch = None  # a batch opened by start_coalescing
+            _returned(on, batch, work)
+        return work
+
+    return end_coalescing
+
+
+# -- works -------------------------------------------------------------------------
+
+
+def follow(on: Active, work: Any, entries: list[tuple[int, int, int]]) -> None:
+    """Follow a work to its wait and completion: (record, channel, k) of its ops."""
+    if work is None:
+        return
+    try:
+        kind = type(work)
+        if kind is not dist.Work and kind not in on.wait_hooked:
+            # A Python subclass with a wait of its own does not pass the base's.
+            on.wait_hooked.add(kind)
+            for owner in kind.__mro__:
+                if owner is dist.Work:
+                    break
+                on.patches.replace(owner, "wait", _wait)
+        on.recorder.track(work, entries)
+    except Exception as error:  # noqa: BLE001
+        fail_open(on, "wait", error)
+
+
+def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        on = active("wait")
+        tracked = on.recorder.wait_begins(work) if on is not None else None
+        if on is None or tracked is None:
+            return original(work, *args, **kwargs)
+        try:
+            result = original(work, *args, **kwargs)
+        except BaseException:
+            on.recorder.wait_ended(work, tracked, failed=True)
+            raise
+        try:
+            on.recorder.wait_ended(work, tracked, failed=False)
+        except Exception as error:  # noqa: BLE001
+            fail_open(on, "wait", error)
+        return result
+
+    return wait
