@@ -138,9 +138,7 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
                 continue  # somebody else's folder beside the runs, or gone just now
 
 
-def _newest_folder(
-    root: Path, files: list[Path]
-) -> tuple[Path, list[Path], list[str]]:
+def _newest_folder(root: Path, files: list[Path]) -> tuple[Path, list[Path], list[str]]:
     """Of an output directory: the newest run, which may lie in several folders."""
     by_folder: dict[Path, list[Path]] = {}
     for file in files:
@@ -260,7 +258,7 @@ def _read_head(path: Path) -> RankLog:
         raise InputError(path, f"cannot be read: {error.strerror}") from None
     except InputError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - see _damaged
         raise _damaged(path, error) from None
     if not 0 <= head.rank < _MAX_RANKS or head.world_size > _MAX_RANKS:
         raise InputError(
@@ -274,7 +272,7 @@ def _read(path: Path, tail: int | None) -> RankLog:
         return blackbox.read(path, tail=tail)
     except InputError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - see _damaged
         raise _damaged(path, error) from None
 
 

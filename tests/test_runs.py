@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic import RUN_START_WALL_NS, SECOND, one_f_one_b
 
 from pptrace import blackbox
 from pptrace.blackbox import BlackBox
 from pptrace.errors import InputError
 from pptrace.records import Kind
 from pptrace.runs import load_run
+from synthetic import RUN_START_WALL_NS, SECOND, one_f_one_b
 
 __all__: list[str] = []
 
@@ -259,9 +260,9 @@ def test_two_runs_in_one_folder_do_not_mix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda path: None, "does not exist"),
-        (lambda path: path.mkdir(), "is empty"),
-        (lambda path: os.mkfifo(path), "is neither a folder nor a file"),
+        (Path.absolute, "does not exist"),
+        (Path.mkdir, "is empty"),
+        (os.mkfifo, "is neither a folder nor a file"),
         (lambda path: path.write_text("x"), "is too short"),
         (
             lambda path: (path.mkdir(), (path / "loss.csv").write_text("1")),
@@ -282,11 +283,11 @@ def test_two_runs_in_one_folder_do_not_mix(tmp_path: Path) -> None:
     ],
 )
 def test_unusable_input_is_one_clear_line(
-    tmp_path: Path, make: object, reason: str
+    tmp_path: Path, make: Callable[[Path], object], reason: str
 ) -> None:
     """The error names the path, the reason and what to do, in one line."""
     path = tmp_path / "some: place"
-    make(path)  # type: ignore[operator]
+    make(path)
     with pytest.raises(InputError, match=reason) as caught:
         load_run(path)
     assert str(caught.value).startswith(f"{path}: ")

@@ -299,7 +299,8 @@ def _put_ops(page: _Page) -> None:
         page.heading(f"{title} ({len(ops)})")
         limit = _MAX_OPS // 2 if ops[0].reason == "stuck" else _MAX_OPS
         shown = [(_op_cells(op), op) for op in ops[:limit]]
-        widths = [max(map(len, column)) for column in zip(*(c for c, _ in shown))]
+        columns = zip(*(cells for cells, _ in shown), strict=True)
+        widths = [max(map(len, column)) for column in columns]
         for cells, op in shown:
             name, *rest = (c.ljust(w) for c, w in zip(cells, widths, strict=True))
             page.put("  ", page.text((name, "bold"), *(f"  {cell}" for cell in rest)))
