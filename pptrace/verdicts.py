@@ -89,8 +89,10 @@ _ALL = (
         and one on the pair's.
         """,
         (
-            "use `pptrace.schedules.Schedule1F1B`: the same schedule, correct for any"
-            " number of microbatches",
+            (
+                "use `pptrace.schedules.Schedule1F1B`: the same schedule, correct for any"
+                " number of microbatches"
+            ),
             "use at least as many microbatches as stages (n ≥ S)",
             "use `ScheduleGPipe`, which never mixes sends and receives",
             "hand-written code: batch the op on both sides, or on neither",
@@ -130,10 +132,14 @@ _ALL = (
         enqueued a work, so neither the watchdog nor Flight Recorder shows them.
         """,
         (
-            "run one collective on the group on all of its ranks before the first step"
-            " (for example `dist.barrier(group=...)`)",
-            'pass `device_id=torch.device("cuda", local_rank)` to'
-            " `init_process_group`, which sets groups up at creation",
+            (
+                "run one collective on the group on all of its ranks before the first step"
+                " (for example `dist.barrier(group=...)`)"
+            ),
+            (
+                'pass `device_id=torch.device("cuda", local_rank)` to'
+                " `init_process_group`, which sets groups up at creation"
+            ),
             "use a group that has only the ranks that communicate",
         ),
     ),
@@ -220,8 +226,10 @@ _ALL = (
         hide this where a transport buffers; NCCL P2P is a rendezvous.
         """,
         (
-            "put the send and the receive into one batch on both sides"
-            " (`batch_isend_irecv`)",
+            (
+                "put the send and the receive into one batch on both sides"
+                " (`batch_isend_irecv`)"
+            ),
             "or let one side receive first",
         ),
     ),
@@ -268,8 +276,10 @@ _ALL = (
         """,
         (
             "send and receive the same number of tensors on both sides",
-            "a tensor that needs no gradient: detach it and leave it out on both"
-            " sides, or send zeros",
+            (
+                "a tensor that needs no gradient: detach it and leave it out on both"
+                " sides, or send zeros"
+            ),
         ),
     ),
     Verdict(
@@ -289,8 +299,10 @@ _ALL = (
         rank within the group is `group_peer`, `group_src`, `group_dst`.
         """,
         (
-            "pass `group_src=`/`group_dst=` for ranks within the group, or translate"
-            " with `dist.get_global_rank(group, r)`",
+            (
+                "pass `group_src=`/`group_dst=` for ranks within the group, or translate"
+                " with `dist.get_global_rank(group, r)`"
+            ),
         ),
     ),
     Verdict(
@@ -423,8 +435,10 @@ _ALL = (
         "From there on it is behind by those ops: every later one meets the wrong"
         " partner, or none.",
         (
-            "do not continue after an exception inside a step; or let all ranks of the"
-            " pipeline skip the step together",
+            (
+                "do not continue after an exception inside a step; or let all ranks of the"
+                " pipeline skip the step together"
+            ),
         ),
     ),
     Verdict(
@@ -437,8 +451,10 @@ _ALL = (
         last.
         """,
         (
-            "look at the host's kernel log (`dmesg`) for the out-of-memory killer, and"
-            " at the scheduler's",
+            (
+                "look at the host's kernel log (`dmesg`) for the out-of-memory killer, and"
+                " at the scheduler's"
+            ),
             "a crash in native code: run with `python -X faulthandler`",
         ),
     ),
@@ -458,7 +474,9 @@ _ALL = (
         fewer chunks and the schedule refuses it. Typical for the last batch of an
         epoch.
         """,
-        ("drop the last incomplete batch (`drop_last=True`) or use fewer microbatches",),
+        (
+            "drop the last incomplete batch (`drop_last=True`) or use fewer microbatches",
+        ),
     ),
     Verdict(
         STRAGGLER,
@@ -482,8 +500,10 @@ _ALL = (
         pptrace records.
         """,
         (
-            "look at the Python stack of the named rank: data loader, checkpoint,"
-            " logging",
+            (
+                "look at the Python stack of the named rank: data loader, checkpoint,"
+                " logging"
+            ),
             "let all ranks draw the same number of batches",
         ),
     ),
@@ -562,8 +582,10 @@ def to_markdown() -> str:
     lines = [
         "# Verdicts",
         "",
-        "Generated from `pptrace/verdicts.py`; do not edit. `pptrace explain CODE`"
-        " prints one page.",
+        (
+            "Generated from `pptrace/verdicts.py`; do not edit. `pptrace explain CODE`"
+            " prints one page."
+        ),
         "",
         "| code | name | meaning |",
         "|---|---|---|",

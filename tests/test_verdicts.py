@@ -50,7 +50,7 @@ def test_each_page_says_what_why_and_what_to_do(code: str) -> None:
 
 def test_unknown_code_is_one_clear_line() -> None:
     """An unknown code is refused with the known ones named."""
-    with pytest.raises(InputError, match="PPT999: is not a verdict code.*PPT001"):
+    with pytest.raises(InputError, match=r"PPT999: is not a verdict code.*PPT001"):
         verdicts.explain("PPT999")
 
 
