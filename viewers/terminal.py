@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -116,7 +117,7 @@ class _Page:
         body = Text(body) if isinstance(body, str) else body
         indent = lead.cell_len
         if indent > self.width // 2:
-            lead, body, indent = Text("  "), Text.assemble(lead, body), 4
+            lead, body, indent = Text(), Text.assemble(lead, body), 4
         lines = body.wrap(self.console, self.width - indent, overflow="fold")
         for number, line in enumerate(lines or [Text()]):
             line.rstrip()
@@ -303,7 +304,7 @@ def _put_ops(page: _Page) -> None:
         widths = [max(map(len, column)) for column in columns]
         for cells, op in shown:
             name, *rest = (c.ljust(w) for c, w in zip(cells, widths, strict=True))
-            page.put("  ", page.text((name, "bold"), *(f"  {cell}" for cell in rest)))
+            page.put(page.text("  ", (name, "bold"), "  "), page.text("  ".join(rest)))
             page.put("      ", page.text((_op_details(op), "dim")))
         _put_more(page, len(ops) - limit, "(all are in the report's --json)")
 
@@ -396,9 +397,13 @@ def _put_next(page: _Page) -> None:
     if not commands:
         return
     page.heading("Next")
-    width = max(len(what) for what, _ in commands)
+    width = max(len(what) for what, _ in commands) + 3
     for what, command in commands:
-        page.put_whole(page.text("  ", f"{what}:".ljust(width + 3), (command, "bold")))
+        lead = page.text("  ", f"{what}:".ljust(width))
+        if lead.cell_len + cell_len(command) > page.width:
+            page.put(lead)
+            lead = Text("    ")
+        page.put_whole(lead.append_text(page.text((command, "bold"))))
 
 
 # -- pieces ------------------------------------------------------------------------
