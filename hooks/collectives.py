@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pptrace.hooks import torch_compat
 from pptrace.hooks.p2p import follow
 from pptrace.hooks.patching import PatchList
-from pptrace.hooks.state import active, fail_open
+from pptrace.hooks.state import active, fail_open, guarded
 
 __all__ = ["install"]
 
@@ -48,13 +48,13 @@ def _collective(original: Callable[..., Any], *, name: str) -> Callable[..., Any
                 on.emulator.enter_collective(state.value)
             work = original(pg, *args, **kwargs)
         except BaseException:
-            on.recorder.failed(seq)
+            guarded(on, "collective", on.recorder.failed, seq)
             raise
-        on.recorder.returned(seq)
+        guarded(on, "collective", on.recorder.returned, seq)
         if isinstance(work, dist.Work):
             follow(on, work, [(seq, -1, 0)])
         else:
-            on.recorder.done(seq)
+            guarded(on, "collective", on.recorder.done, seq)
         return work
 
     return collective

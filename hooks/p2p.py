@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from pptrace.hooks.patching import PatchList
 from pptrace.hooks.recorder import Batch
-from pptrace.hooks.state import Active, active, fail_open
+from pptrace.hooks.state import Active, active, fail_open, guarded
 from pptrace.records import Direction
 
 __all__ = ["follow", "install", "open_batch", "run_batch"]
@@ -100,12 +100,12 @@ def _recorded(
         else:
             work = call()
     except BaseException:
-        recorder.failed(seq)
+        guarded(on, "p2p", recorder.failed, seq)
         raise
     if batch is not None and batch.coalesced and work is None:
         batch.seqs.append(entry[:3])  # the whole batch gets one work, at its end
         return work
-    recorder.returned(seq)
+    guarded(on, "p2p", recorder.returned, seq)
     follow(on, work, [entry[:3]])
     return work
 
@@ -135,7 +135,7 @@ def run_batch(on: Active, batch: Batch, call: Callable[[], Any]) -> Any:
             _returned(on, batch, result)
     except BaseException:
         for seq, _, _ in batch.seqs:
-            on.recorder.failed(seq)
+            guarded(on, "p2p", on.recorder.failed, seq)
         raise
     finally:
         context.batch = outer
@@ -158,7 +158,7 @@ def _post_emulated(on: Active, batch: Batch) -> list[Any]:
         )
         entries = [entry for _, entry in picked]
         for entry in entries:
-            recorder.returned(entry[0])
+            guarded(on, "p2p", recorder.returned, entry[0])
         follow(on, posted[0], entries)
         works.extend(posted)
     return works
@@ -167,7 +167,7 @@ def _post_emulated(on: Active, batch: Batch) -> list[Any]:
 def _returned(on: Active, batch: Batch, result: Any) -> None:
     works = result if isinstance(result, list) else [result]
     for entry in batch.seqs:
-        on.recorder.returned(entry[0])
+        guarded(on, "p2p", on.recorder.returned, entry[0])
     for work in works:
         if isinstance(work, dist.Work):
             follow(on, work, batch.seqs)
@@ -235,36 +235,37 @@ def follow(on: Active, work: Any, entries: list[tuple[int, int, int]]) -> None:
     """Follow a work to its wait and completion: (record, channel, k) of its ops."""
     if work is None:
         return
-    try:
-        kind = type(work)
-        if kind is not dist.Work and kind not in on.wait_hooked:
-            # A Python subclass with a wait of its own does not pass the base's.
-            on.wait_hooked.add(kind)
-            for owner in kind.__mro__:
-                if owner is dist.Work:
-                    break
-                on.patches.replace(owner, "wait", _wait)
-        on.recorder.track(work, entries)
-    except Exception as error:  # noqa: BLE001
-        fail_open(on, "wait", error)
+    guarded(on, "wait", _hook_wait, on, type(work))
+    guarded(on, "wait", on.recorder.track, work, entries)
+
+
+def _hook_wait(on: Active, kind: type) -> None:
+    """A Python subclass of Work with a wait of its own does not pass the base's."""
+    if kind is dist.Work or kind in on.wait_hooked:
+        return
+    on.wait_hooked.add(kind)
+    for owner in kind.__mro__:
+        if owner is dist.Work:
+            break
+        on.patches.replace(owner, "wait", _wait)
 
 
 def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         on = active("wait")
-        tracked = on.recorder.wait_begins(work) if on is not None else None
-        if on is None or tracked is None:
+        if on is None:
+            return original(work, *args, **kwargs)
+        recorder = on.recorder
+        tracked = guarded(on, "wait", recorder.wait_begins, work)
+        if tracked is None:
             return original(work, *args, **kwargs)
         try:
             result = original(work, *args, **kwargs)
         except BaseException:
-            on.recorder.wait_ended(work, tracked, failed=True)
+            guarded(on, "wait", recorder.wait_ended, work, tracked, True)
             raise
-        try:
-            on.recorder.wait_ended(work, tracked, failed=False)
-        except Exception as error:  # noqa: BLE001
-            fail_open(on, "wait", error)
+        guarded(on, "wait", recorder.wait_ended, work, tracked, False)
         return result
 
     return wait

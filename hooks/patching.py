@@ -70,7 +70,6 @@ class PatchList:
         self._functions.append((original, replacement))
         for owner, attribute in _globals_holding(original):
             setattr(owner, attribute, replacement)
-            self._patches.append(Patch(owner, attribute, original, replacement))
 
     def undo(self) -> list[str]:
         """Put every original back; return what could not be, in words."""
@@ -81,7 +80,8 @@ class PatchList:
             else:
                 owner = getattr(patch.owner, "__name__", repr(patch.owner))
                 left.append(f"{owner}.{patch.name} was replaced by someone else")
-        # A module imported while we were on may have taken a replacement by name.
+        # Names of other modules: those we found, and those that took a replacement by
+        # name while we were on. What has been bound anew since is theirs.
         for original, replacement in self._functions:
             for owner, attribute in _globals_holding(replacement):
                 setattr(owner, attribute, original)

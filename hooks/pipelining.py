@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules
 from pptrace.hooks import torch_compat
 from pptrace.hooks.p2p import open_batch, run_batch
 from pptrace.hooks.patching import PatchList
-from pptrace.hooks.state import Active, active, fail_open
+from pptrace.hooks.state import Active, active, fail_open, guarded
 from pptrace.records import Pass, ScheduleRun
 
 __all__ = ["install"]
@@ -141,17 +141,10 @@ def _action(call: Callable[[], Any], pass_: Pass, stage: Any, chunk_id: int) -> 
     try:
         result = call()
     except BaseException as error:
-        _end(on, seq, error)
+        guarded(on, "chunk", on.recorder.end_action, seq, error)
         raise
-    _end(on, seq, None)
+    guarded(on, "chunk", on.recorder.end_action, seq, None)
     return result
-
-
-def _end(on: Active, seq: int, error: BaseException | None) -> None:
-    try:
-        on.recorder.end_action(seq, error)
-    except Exception as own:  # noqa: BLE001
-        fail_open(on, "chunk", own)
 
 
 # -- steps -------------------------------------------------------------------------
@@ -172,9 +165,10 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(self, *args, **kwargs)
         except BaseException as error:
-            _end_step(on, seq, began, error)
+            guarded(on, "step", on.recorder.end_step, seq, began, error)
+            guarded(on, "step", on.on_exception, error)
             raise
-        _end_step(on, seq, began, None)
+        guarded(on, "step", on.recorder.end_step, seq, began, None)
         return result
 
     return step
@@ -220,15 +214,6 @@ def _describe(schedule: Any, stages: list[Any], n_microbatches: int) -> Schedule
         group=(str(group.group_name), tuple(c10d.get_process_group_ranks(group))),
         metadata=torch_compat.metadata_mode(first),
     )
-
-
-def _end_step(on: Active, seq: int, began: int, error: BaseException | None) -> None:
-    try:
-        on.recorder.end_step(seq, began, error)
-        if error is not None:
-            on.on_exception(error)
-    except Exception as own:  # noqa: BLE001
-        fail_open(on, "step", own)
 
 
 def _start_up(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -324,7 +324,7 @@ class Recorder:
             self.box.set_time(seq, blackbox.WAIT, now)
         return tracked
 
-    def wait_ended(self, work: Any, tracked: Tracked, *, failed: bool) -> None:
+    def wait_ended(self, work: Any, tracked: Tracked, failed: bool) -> None:
         """Called after ``work.wait`` returned or raised.
 
         Where wait returns before the op is complete (CUDA), something that can be asked

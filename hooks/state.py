@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pptrace.hooks.recorder import Recorder
     from pptrace.settings import Settings
 
-__all__ = ["Active", "active", "fail_open", "set_active"]
+__all__ = ["Active", "active", "fail_open", "guarded", "set_active"]
 
 logger = logging.getLogger("pptrace")
 
@@ -69,6 +69,15 @@ def fail_open(on: Active, hook: str, error: BaseException) -> None:
     with contextlib.suppress(Exception):
         on.recorder.box.set_incomplete(message)
         on.recorder.note(message)
+
+
+def guarded(on: Active, hook: str, call: Callable[..., Any], *args: Any) -> Any:
+    """``call(*args)``; if it raises, the hook fails open and None is returned."""
+    try:
+        return call(*args)
+    except Exception as error:  # noqa: BLE001
+        fail_open(on, hook, error)
+        return None
 
 
 def _forget_in_child() -> None:
