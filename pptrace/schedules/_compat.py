@@ -1,0 +1,162 @@
+"""The one place where the fixed schedules know torch's shapes, version by version.
+
+Everything is found by looking at the installed torch, never by its version number; the
+releases named are where each shape was read. Read: 2.6, 2.7, 2.8, 2.9, 2.10, 2.11,
+2.12, 2.13 and 2.14.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining import stage as torch_stage
+
+from pptrace.schedules.actions import Programs, compute_only
+
+__all__ = [
+    "accepts",
+    "compute_loss",
+    "forward_options",
+    "initialize_stage",
+    "loses_works",
+    "pipeline_order",
+    "post",
+    "reduce_gradients",
+    "stage_edges",
+    "step_options",
+]
+
+loses_works = not hasattr(torch_schedules, "_wait_batch_p2p")
+"""2.6 and 2.7: ``_batch_p2p`` keeps the last work only; on gloo the others are lost."""
+
+
+@functools.cache
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether ``function`` takes an argument of this name."""
+    return name in inspect.signature(function).parameters
+
+
+def _call_batch_p2p(ops: list[dist.P2POp], desc: str) -> list[dist.Work]:
+    """Torch's own ``_batch_p2p``, looked up now: a tracer may stand in its place."""
+    works: Any = torch_schedules._batch_p2p(ops, desc=desc)
+    if works is None:
+        return []
+    return list(works) if isinstance(works, list) else [works]
+
+
+def post(ops: list[dist.P2POp], desc: str) -> list[dist.Work]:
+    """Post ops of one direction to one peer; returns every work."""
+    if not loses_works:
+        return _call_batch_p2p(ops, desc)
+    return [work for op in ops for work in _call_batch_p2p([op], desc)]
+
+
+def initialize_stage(
+    schedule: Any, args: Any, kwargs: Any, target: Any, loss_kwargs: Any
+) -> None:
+    """Run torch's start-up exchange of a single-stage schedule, if it is due.
+
+    Up to 2.9 the caller checks ``_stage_initialized``; from 2.10 there is no such
+    attribute, the method itself sees whether it has run, and from 2.12 it
+    also sees a change between training and evaluation. Before that, a schedule first
+    used for evaluation gets its backward side here.
+    """
+    initialize = schedule._initialize_stage
+    if accepts(type(schedule)._initialize_stage, "loss_kwargs"):  # 2.13
+        initialize(args, kwargs, target, loss_kwargs)
+    elif accepts(type(schedule)._initialize_stage, "target"):  # 2.12
+        initialize(args, kwargs, target)
+    elif not getattr(schedule, "_stage_initialized", False):
+        initialize(args, kwargs)
+    elif schedule._has_backward and not schedule._stage.grad_recv_info:
+        schedule._stage._prepare_backward_infra(schedule._n_microbatches)
+
+
+def forward_options(return_outputs: bool) -> dict[str, Any]:
+    """Keyword arguments of ``forward_one_chunk`` beyond the inputs (2.10)."""
+    forward = torch_stage._PipelineStageBase.forward_one_chunk
+    if accepts(forward, "save_forward_output"):
+        return {"save_forward_output": return_outputs}
+    return {}
+
+
+def step_options(return_outputs: bool, loss_kwargs: Any) -> dict[str, Any]:
+    """Keyword arguments of torch's ``_step_microbatches`` (2.10, then 2.13)."""
+    step = torch_schedules.PipelineScheduleMulti._step_microbatches
+    options: dict[str, Any] = {}
+    if accepts(step, "return_outputs"):
+        options["return_outputs"] = return_outputs
+    if accepts(step, "loss_kwargs"):
+        options["loss_kwargs"] = loss_kwargs
+    return options
+
+
+def compute_loss(
+    schedule: Any, output: Any, targets: Any, microbatch: int, loss_kwargs: Any
+) -> None:
+    """Let torch compute the loss on the last stage (``loss_kwargs`` since 2.13)."""
+    compute = schedule._maybe_compute_loss
+    if accepts(type(schedule)._maybe_compute_loss, "loss_kwargs"):
+        compute(schedule._stage, output, targets, microbatch, loss_kwargs)
+    else:
+        compute(schedule._stage, output, targets, microbatch)
+
+
+def reduce_gradients(schedule: Any) -> None:
+    """Scale gradients, after FSDP's reduction where the stage knows one (2.10).
+
+    2.7 to 2.9 only scale; 2.6 leaves scaling to the user.
+    """
+    stage = schedule._stage
+    scale = getattr(schedule, "scale_grads", None)
+    if scale is None:
+        return
+    factor = schedule._n_microbatches if scale else 1
+    reduce = getattr(stage, "perform_reduce_grad", stage.scale_grads)
+    reduce(factor)
+
+
+def stage_edges(stage: Any) -> list[tuple[int, int]] | None:
+    """Which stage feeds which, if the stage knows it of the whole pipeline.
+
+    Only traced stages do: they carry the graph of all stages. None for others, and
+    where each stage feeds just the next one.
+    """
+    info = getattr(stage, "pipe_info", None)
+    if info is None:
+        return None
+    calls = [node for node in info.graph.nodes if node.op == "call_module"]
+    index = {node: i for i, node in enumerate(calls)}
+
+    def sources(node: Any) -> list[Any]:
+        found = []
+        for used in node.all_input_nodes:
+            if used in index:
+                found.append(used)
+            elif used.op != "placeholder":
+                found.extend(sources(used))
+        return found
+
+    edges = {(index[src], index[node]) for node in calls for src in sources(node)}
+    adjacent = {(i, i + 1) for i in range(len(calls) - 1)}
+    return sorted(edges) if edges != adjacent else None
+
+
+def pipeline_order(programs: Programs) -> dict[int, list[Any]] | None:
+    """Compute actions as torch's values, for its visualizer; None before 2.8."""
+    if not hasattr(torch_schedules.PipelineScheduleSingle, "_get_pipeline_order"):
+        return None
+    knows_reduce = hasattr(torch_schedules._ComputationType, "REDUCE_GRAD")
+    return {
+        rank: [
+            torch_schedules._Action.from_str(str(action))
+            for action in compute_only(program)
+            if knows_reduce or action.microbatch is not None
+        ]
+        for rank, program in programs.items()
+    }
