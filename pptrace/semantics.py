@@ -378,6 +378,7 @@ class _Stream:
         "joined",
         "new",
         "offered",
+        "others",
         "phase",
         "queue",
         "recvs",
@@ -391,7 +392,8 @@ class _Stream:
         self.is_set_up = is_set_up
         self.edges_used = used
         self.joined = False
-        self.absent = set(communicator.members) - {rank}
+        self.others = frozenset(communicator.members) - {rank}
+        self.absent = set(self.others)
         self.calls: deque[Kernel] = deque()
         self.phase = _Phase.NONE
         self.new: list[_Edge] = []  # of the first call
@@ -407,6 +409,8 @@ class _Stream:
         edges = self.sends if direction is Direction.SEND else self.recvs
         found = edges.get(peer)
         if found is None:
+            if peer not in self.others:
+                raise ValueError(f"no peer {peer} on {self.communicator.label}")
             found = edges[peer] = _Edge(direction, peer, used=self.edges_used)
         return found
 
@@ -550,8 +554,6 @@ class RankMachine:
             kernel.remaining = 1
             return is_new
         for op in kernel.ops:
-            if op.peer == self.rank or op.peer not in stream.communicator.members:
-                raise ValueError(f"rank {self.rank} cannot reach peer {op.peer} here")
             edge = stream.edge(op.direction, op.peer)
             op.kernel, op.edge, op.k = kernel, edge, edge.posted
             edge.posted += 1
