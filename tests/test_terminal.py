@@ -312,7 +312,7 @@ def test_colour_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = _render(_HANG, force_terminal=True, color_system="standard")
     assert "\x1b[" in coloured
-    assert "\x1b[1;31mr0\x1b[0m" in coloured  # the culprit, wherever it is named
+    assert "\x1b[33mr1\x1b[0m waits for \x1b[1;31mr0\x1b[0m" in coloured
     plain = render_plain(_HANG, 100)
     assert "\x1b" not in plain
     console = Console(file=io.StringIO(), width=100, record=True)
