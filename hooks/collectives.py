@@ -44,9 +44,13 @@ def _collective(original: Callable[..., Any], *, name: str) -> Callable[..., Any
             fail_open(on, "collective", error)
             return original(pg, *args, **kwargs)
         try:
-            if on.emulator is not None:
-                on.emulator.enter_collective(state.value)
-            work = original(pg, *args, **kwargs)
+            if on.emulator is None:
+                work = original(pg, *args, **kwargs)
+            else:
+                turn = on.emulator.enter_collective(state.value, public)
+                work = original(pg, *args, **kwargs)
+                if isinstance(work, dist.Work):
+                    work = turn.carry(work)
         except BaseException:
             guarded(on, "collective", on.recorder.failed, seq)
             raise

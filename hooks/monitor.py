@@ -223,11 +223,15 @@ class Monitor(threading.Thread):
             if self._store.add(self._key("count", round_), 0) >= self._world_size:
                 break
             time.sleep(0.05)
-        logs = self._read_tails(round_)
-        report = self._explain(logs, reason)
-        self._store.set(self._key("reported", round_), "1")
-        if report is not None:
-            self._publish(report)
+        try:
+            report = self._explain(self._read_tails(round_), reason)
+            if report is not None:
+                self._publish(report)
+        except Exception as error:  # noqa: BLE001
+            logger.warning("pptrace: no report: %s", error, exc_info=error)
+            self._hint()
+        finally:
+            self._store.set(self._key("reported", round_), "1")
 
     def _read_tails(self, round_: int) -> dict[int, RankLog]:
         """The tails that arrived; for ranks that did not answer, their files."""
@@ -293,8 +297,8 @@ class Monitor(threading.Thread):
         if not self._hinted:
             self._hinted = True
             sys.stderr.write(
-                f"pptrace: rank {self._box.rank} is stuck and the job's store does not "
-                f"answer; read the black boxes with: pptrace report {self._folder}\n"
+                f"pptrace: rank {self._box.rank} makes no progress and no rank could "
+                f"collect the others; read them with: pptrace report {self._folder}\n"
             )
             sys.stderr.flush()
 

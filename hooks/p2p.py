@@ -206,9 +206,10 @@ def _start_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
     def start_coalescing(pg: Any, device: Any) -> Any:
         on = active("p2p")
         if on is not None and on.recorder.context.batch is None:
-            batch = open_batch(on, [], None)
-            batch.coalesced = True
-            on.recorder.context.batch = batch
+            batch = guarded(on, "p2p", open_batch, on, [], None)
+            if batch is not None:
+                batch.coalesced = True
+                on.recorder.context.batch = batch
         return original(pg, device)
 
     return start_coalescing

@@ -476,6 +476,9 @@ class Recorder:
     def heartbeat(self) -> None:
         """Publish what the rank is doing now in the header page."""
         step, pass_, stage, microbatch = self.last_action
+        if self.emulator is not None:
+            state = self.emulator.state()
+            self.box.set_emulation(state.hosts_blocked, state.sent, state.received)
         self.box.heartbeat(step, pass_, stage, microbatch, int(self.open_steps > 0))
 
     def close(self, status: Status) -> None:

@@ -84,9 +84,11 @@ _O_TEXT_USED = _LIVE + 48
 _O_CHANNELS_USED = _LIVE + 56
 _O_INCOMPLETE = _LIVE + 64  # text id of the reason, 0 if counts can be trusted
 _O_NOW = _LIVE + 72  # step, pass, stage, microbatch, state: refreshed by the monitor
+_O_EMULATION = _LIVE + 112  # hosts blocked, messages sent, messages received
 _U64 = struct.Struct("<Q")
 _U64x2 = struct.Struct("<QQ")
 _NOW = struct.Struct("<qqqqQ")
+_EMULATION = struct.Struct("<QQQ")
 
 _CHANNEL = struct.Struct("<HBBiiiQQ")  # group, transport, direction, tag, peer, peer
 _O_CHANNEL_POSTED = 16
@@ -444,6 +446,13 @@ class BlackBox:
             self._map, _O_HEARTBEAT, time.monotonic_ns(), time.time_ns()
         )
 
+    def set_emulation(self, blocked: int, sent: int, received: int) -> None:
+        """Where the emulator stands: host threads blocked, messages sent and received.
+
+        Over all ranks these say whether anything can still happen (quiescence).
+        """
+        _EMULATION.pack_into(self._map, _O_EMULATION, blocked, sent, received)
+
     def set_status(self, status: Status) -> None:
         """Say what became of the rank."""
         _U64x2.pack_into(self._map, _O_STATUS, int(status), time.monotonic_ns())
@@ -543,6 +552,8 @@ def read_bytes(data: bytes, *, path: str = "", tail: int | None = None) -> RankL
             f"has format version {head[1]}; this pptrace reads {VERSION}",
             "use the pptrace version that wrote it",
         )
+    if not head[4] or (head[3], head[7]) != (_SLOT_BYTES, _CHANNEL_BYTES):
+        raise InputError(path, "has a damaged header", "its sizes make no sense")
     (next_seq, progress, status, status_ns, beat, beat_wall, text_used, n_channels,
      incomplete) = struct.unpack_from("<9Q", data, _LIVE)  # fmt: skip
     log = RankLog(
@@ -562,6 +573,7 @@ def read_bytes(data: bytes, *, path: str = "", tail: int | None = None) -> RankL
         heartbeat_wall_ns=beat_wall,
         next_seq=next_seq,
         progress_ns=progress,
+        emulation=_EMULATION.unpack_from(data, _O_EMULATION),
     )
     texts, signatures, schedules = _read_texts(
         log, data[head[8] : head[8] + min(text_used, head[9])]

@@ -305,6 +305,8 @@ class RankLog:
     incomplete: str = ""
     """Why counts of this rank's channels cannot be trusted; empty if they can."""
     environment: dict[str, Any] = field(default_factory=dict)
+    emulation: tuple[int, int, int] = (0, 0, 0)
+    """Emulated runs: host threads blocked, messages sent and received so far."""
     alive: bool | None = None
     """Whether the process runs now; None where that cannot be known from here."""
     terminated_ns: int = 0
