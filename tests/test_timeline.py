@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import MS, RUN_START_WALL_NS, SECOND, Host, SyntheticRun, one_f_one_b
 
 from pptrace.matching import Pair
 from pptrace.records import Direction, Flag, Kind, Pass, RankLog, Status
 from pptrace.timeline import Row, Span, Timeline, _partition, build
+from synthetic import MS, RUN_START_WALL_NS, SECOND, Host, SyntheticRun, one_f_one_b
 
 US = 1_000
 SEND, RECV = Direction.SEND, Direction.RECV
