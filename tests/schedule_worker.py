@@ -51,6 +51,8 @@ class Case:
     """Whether gradients are cleared between training steps."""
     loss: bool = True
     """Whether the schedule has a loss function."""
+    defer: bool = False
+    """``defer_pp_recv``, for schedules that know it."""
     skip: bool = False
     """A traced model of three stages whose first feeds the third as well."""
 
@@ -329,7 +331,8 @@ def run_case(case: Case) -> Outcome:
             stages[0] if single else stages,
             n_microbatches=case.n,
             loss_fn=loss_fn if case.loss else None,
-            scale_grads=case.scale_grads,
+            **({} if case.scale_grads else {"scale_grads": False}),
+            **({"defer_pp_recv": True} if case.defer else {}),
         )
         _steps(case, schedule, stages, blocks, copies, outcome, counter)
     except (ValueError, RuntimeError, AssertionError) as error:

@@ -208,8 +208,8 @@ def test_every_op_may_block_and_still_nothing_waits_in_a_circle(name: str) -> No
 def test_the_strict_check_finds_torchs_circle() -> None:
     """Two neighbours that both send first are seen, so a clean answer means something."""
     programs = {
-        0: actions.parse("0F0") + actions.parse("0SEND_F0") + actions.parse("0RECV_B0"),
-        1: actions.parse("1SEND_B0") + actions.parse("1RECV_F0"),
+        0: [actions.parse(text) for text in ("0F0", "0SEND_F0", "0RECV_B0")],
+        1: [actions.parse(text) for text in ("1SEND_B0", "1RECV_F0")],
     }
     assert actions.rendezvous_problem(programs) == (
         "rank 0 in 0SEND_F0; rank 1 in 1SEND_B0"

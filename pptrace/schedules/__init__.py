@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 __all__ = ["Schedule1F1B", "ScheduleGPipe", "actions_1f1b", "actions_gpipe"]
 
 _HOME = {
+    "ScheduleDualPipeV": "multi",
+    "ScheduleInterleaved1F1B": "multi",
+    "ScheduleInterleavedZeroBubble": "multi",
+    "ScheduleLoopedBFS": "multi",
+    "ScheduleZBVZeroBubble": "multi",
     "Schedule1F1B": "single",
     "ScheduleGPipe": "single",
     "actions_1f1b": "actions",

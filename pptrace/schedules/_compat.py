@@ -7,9 +7,10 @@ releases named are where each shape was read. Read: 2.6, 2.7, 2.8, 2.9, 2.10, 2.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -20,15 +21,18 @@ from pptrace.schedules.actions import Programs, compute_only
 
 __all__ = [
     "accepts",
+    "add_unshard",
+    "all_works_kept",
     "compute_loss",
     "forward_options",
     "initialize_stage",
     "loses_works",
     "pipeline_order",
     "post",
+    "prepare_with_comms",
     "reduce_gradients",
     "stage_edges",
-    "step_options",
+    "torch_actions",
 ]
 
 loses_works = not hasattr(torch_schedules, "_wait_batch_p2p")
@@ -83,17 +87,6 @@ def forward_options(return_outputs: bool) -> dict[str, Any]:
     if accepts(forward, "save_forward_output"):
         return {"save_forward_output": return_outputs}
     return {}
-
-
-def step_options(return_outputs: bool, loss_kwargs: Any) -> dict[str, Any]:
-    """Keyword arguments of torch's ``_step_microbatches`` (2.10, then 2.13)."""
-    step = torch_schedules.PipelineScheduleMulti._step_microbatches
-    options: dict[str, Any] = {}
-    if accepts(step, "return_outputs"):
-        options["return_outputs"] = return_outputs
-    if accepts(step, "loss_kwargs"):
-        options["loss_kwargs"] = loss_kwargs
-    return options
 
 
 def compute_loss(
@@ -151,12 +144,62 @@ def pipeline_order(programs: Programs) -> dict[int, list[Any]] | None:
     """Compute actions as torch's values, for its visualizer; None before 2.8."""
     if not hasattr(torch_schedules.PipelineScheduleSingle, "_get_pipeline_order"):
         return None
-    knows_reduce = hasattr(torch_schedules._ComputationType, "REDUCE_GRAD")
+    knows_reduce = hasattr(torch_schedules._ComputationType, "REDUCE_GRAD")  # 2.10
+    return torch_actions(
+        {
+            rank: [
+                action
+                for action in compute_only(program)
+                if knows_reduce or action.microbatch is not None
+            ]
+            for rank, program in programs.items()
+        }
+    )
+
+
+def torch_actions(programs: Programs) -> dict[int, list[Any]]:
+    """The same programs as torch's values."""
+    from_str = torch_schedules._Action.from_str
     return {
-        rank: [
-            torch_schedules._Action.from_str(str(action))
-            for action in compute_only(program)
-            if knows_reduce or action.microbatch is not None
-        ]
+        rank: [from_str(str(action)) for action in program]
         for rank, program in programs.items()
     }
+
+
+def prepare_with_comms(schedule: Any, orders: dict[int, list[Any]]) -> None:
+    """Let torch add sends, receives and FSDP's actions (renamed in 2.9)."""
+    name = "_prepare_schedule_with_comms"
+    getattr(schedule, name if hasattr(schedule, name) else "_load_actions")(orders)
+
+
+def add_unshard(orders: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    """Let torch add FSDP's actions."""
+    add = torch_schedules._add_unshard_reshard
+    return {rank: add(order) for rank, order in orders.items()}
+
+
+class _Works(list[dist.Work]):
+    """Several works that are waited for like one."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+@contextlib.contextmanager
+def all_works_kept() -> Iterator[None]:
+    """Where torch keeps the last work of a batch only, let it keep all."""
+    if not loses_works:
+        yield
+        return
+    original = torch_schedules._batch_p2p
+
+    def keep_all(ops: list[dist.P2POp], desc: str | None = None) -> _Works:
+        works = [original([op], desc=desc) for op in ops]
+        return _Works(work for work in works if work is not None)
+
+    torch_schedules._batch_p2p = keep_all
+    try:
+        yield
+    finally:
+        torch_schedules._batch_p2p = original

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TextIO
 
@@ -26,6 +26,7 @@ __all__ = [
     "actions_1f1b",
     "actions_gpipe",
     "compute_only",
+    "flatten",
     "forward_only",
     "keep_microbatches",
     "lower",
@@ -60,14 +61,18 @@ class Action(NamedTuple):
 
     A receive is posted by ``RECV_*`` and waited for by the action that consumes it.
     ``peer`` is the other stage of a send or receive; None means the adjacent one.
+    ``OVERLAP_F_B`` does its ``parts``, in order, as one; its stage is -1, as in torch.
     """
 
     stage: int
     kind: str
     microbatch: int | None = None
     peer: int | None = None
+    parts: tuple[Action, ...] = ()
 
     def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind}"
         microbatch = "" if self.microbatch is None else self.microbatch
         peer = "" if self.peer is None else f"@{self.peer}"
         return f"{self.stage}{self.kind}{microbatch}{peer}"
@@ -92,33 +97,34 @@ Programs = Mapping[int, Sequence[Action]]
 """The actions of every rank, in program order."""
 
 
-def parse(text: str) -> tuple[Action, ...]:
-    """Read one cell: an action, torch's ``(0F1;3B0)OVERLAP_F_B`` (two), or nothing.
+def parse(text: str) -> Action:
+    """Read one action: ``0F0``, ``0SEND_F1@2``, ``(0F1;3B0)OVERLAP_F_B``.
 
     Raises:
         InputError: the text is no action.
     """
     text = text.strip()
-    if text.startswith("("):
-        inside, _, kind = text[1:].partition(")")
-        if kind != "OVERLAP_F_B":
-            raise InputError(text, "is no action", "known: (0F1;3B0)OVERLAP_F_B")
-        parts = (parse(part) for part in inside.split(";"))
-        return tuple(itertools.chain.from_iterable(parts))
-    if not text:
-        return ()
+    if text.startswith("(") and text.endswith(")OVERLAP_F_B"):
+        inside = text[1 : text.rindex(")")].split(";")
+        return Action(-1, "OVERLAP_F_B", parts=tuple(parse(part) for part in inside))
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise InputError(text, "is no action", "examples: 0F0, 1RECV_F0, 2REDUCE_GRAD")
+        raise InputError(
+            repr(text), "is no action", "examples: 0F0, 1RECV_F0, 2REDUCE_GRAD"
+        )
     stage, kind, microbatch, peer = match.groups()
-    return (
-        Action(
-            int(stage),
-            kind,
-            int(microbatch) if microbatch else None,
-            int(peer) if peer else None,
-        ),
+    return Action(
+        int(stage),
+        kind,
+        int(microbatch) if microbatch else None,
+        int(peer) if peer else None,
     )
+
+
+def flatten(actions: Iterable[Action]) -> Iterator[Action]:
+    """The actions with every overlapped pair taken apart."""
+    for action in actions:
+        yield from action.parts or (action,)
 
 
 def write_csv(programs: Programs, file: TextIO) -> None:
@@ -129,13 +135,13 @@ def write_csv(programs: Programs, file: TextIO) -> None:
 
 
 def read_csv(file: TextIO) -> dict[int, list[Action]]:
-    """Read what `write_csv` or torch's ``_dump_csv`` wrote.
+    """Read what `write_csv` or torch's ``_dump_csv`` wrote; empty cells are idle.
 
     Raises:
         InputError: a cell is no action.
     """
     return {
-        rank: [action for cell in row for action in parse(cell)]
+        rank: [parse(cell) for cell in row if cell.strip()]
         for rank, row in enumerate(csv.reader(file))
     }
 
@@ -198,10 +204,18 @@ def actions_gpipe(stage: int, num_stages: int, n: int) -> list[str]:
     return [str(action) for action in order_gpipe(stage, num_stages, n)]
 
 
+def _keep(actions: Iterable[Action], wanted: Callable[[Action], bool]) -> list[Action]:
+    """Drop actions; an overlapped pair of which one part stays becomes that part."""
+    kept: list[Action] = []
+    for action in actions:
+        parts = [part for part in action.parts or (action,) if wanted(part)]
+        kept.extend([action] if len(parts) == len(action.parts) > 0 else parts)
+    return kept
+
+
 def forward_only(actions: Iterable[Action]) -> list[Action]:
     """What is left of a schedule where nothing has a gradient (eval, no loss)."""
-    kept = {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
-    return [action for action in actions if action.kind in kept]
+    return _keep(actions, lambda a: a.kind in {"F", "SEND_F", "RECV_F"})
 
 
 def compute_only(actions: Iterable[Action]) -> list[Action]:
@@ -221,22 +235,27 @@ def keep_microbatches(actions: Iterable[Action], n: int) -> list[Action]:
     What is left of a right schedule is right: taking whole microbatches out of an order
     that all ranks can follow leaves an order that they can follow.
     """
-    return [a for a in actions if a.microbatch is None or a.microbatch < n]
+    return _keep(actions, lambda a: a.microbatch is None or a.microbatch < n)
 
 
 def stage_to_rank_of(programs: Programs) -> dict[int, int]:
     """Which rank holds each stage, read from the actions themselves."""
     return {
-        action.stage: rank for rank, program in programs.items() for action in program
+        action.stage: rank
+        for rank, program in programs.items()
+        for action in flatten(program)
     }
 
 
 def _advance(
-    programs: Programs, step: Callable[[int, Action], bool]
+    programs: Programs,
+    step: Callable[[int, Action], bool],
+    push: Callable[[], bool] = bool,
 ) -> dict[int, Action]:
     """Let every rank do its next action where ``step`` allows it; return who is stuck.
 
     ``step`` performs the action and returns True, or returns False if it cannot yet.
+    ``push`` is asked when no rank can go on: whether it has changed that.
     """
     position = dict.fromkeys(sorted(programs), 0)
     moved = True
@@ -246,6 +265,7 @@ def _advance(
             if at < len(programs[rank]) and step(rank, programs[rank][at]):
                 position[rank] += 1
                 moved = True
+        moved = moved or push()
     return {
         rank: programs[rank][at]
         for rank, at in position.items()
@@ -255,7 +275,7 @@ def _advance(
 
 def _inputs(action: Action, last_stage: int) -> tuple[Action | None, Action | None]:
     """The compute actions on another stage, and on its own, that an action needs."""
-    stage, kind, microbatch, _ = action
+    stage, kind, microbatch = action[:3]
     if kind == "F":
         return (Action(stage - 1, "F", microbatch) if stage else None), None
     if kind in BACKWARDS:
@@ -264,62 +284,126 @@ def _inputs(action: Action, last_stage: int) -> tuple[Action | None, Action | No
     return None, Action(stage, "I", microbatch) if kind == "W" else None
 
 
+class _Lowering:
+    """Plays the orders of all ranks and puts every message at one moment for both."""
+
+    def __init__(self, orders: Programs, edges: Iterable[tuple[int, int]]) -> None:
+        self.home = stage_to_rank_of(orders)
+        self.programs: dict[int, list[Action]] = {rank: [] for rank in orders}
+        self._done: set[tuple[int, str, int | None]] = set()
+        self._received: set[tuple[int, str, int | None, int]] = set()
+        self.waiting: dict[int, list[Action]] = {rank: [] for rank in orders}
+        self._sources: dict[tuple[int, str], list[int]] = {}
+        for src, dst in sorted(set(edges)):
+            self._sources.setdefault((dst, "F"), []).append(src)
+            self._sources.setdefault((src, "B"), []).append(dst)
+            self._sources.setdefault((src, "to F"), []).append(dst)
+            self._sources.setdefault((dst, "to B"), []).append(src)
+
+    def missing(self, rank: int, action: Action) -> list[Action] | None:
+        """The sends whose messages ``action`` needs; None if one is not yet made."""
+        found: list[Action] = []
+        ahead: set[tuple[int, str, int | None]] = set()
+        for part in action.parts or (action,):
+            stage, kind, microbatch = part[:3]
+            letter = "B" if kind in BACKWARDS else kind
+            for other in self._sources.get((stage, letter), ()):
+                message = (other, letter, microbatch, stage)
+                if message in self._received or (other, letter, microbatch) in ahead:
+                    continue
+                if self.home[other] == rank:
+                    if message[:3] not in self._done:
+                        return None
+                    continue
+                sends = self.waiting[self.home[other]]
+                send = next((s for s in sends if s.mirror == message), None)
+                if send is None:
+                    return None
+                found.append(send)
+            own = {"B": "F", "W": "B"}.get(letter)
+            if own and not {(stage, own, microbatch)} & (self._done | ahead):
+                return None
+            ahead.add((stage, letter, microbatch))
+        return found
+
+    def perform(self, rank: int, action: Action) -> None:
+        """Append a compute action; what it has to send waits for `deliver`."""
+        self.programs[rank].append(action)
+        for part in action.parts or (action,):
+            stage, kind, microbatch = part[:3]
+            letter = "B" if kind in BACKWARDS else kind
+            self._done.add((stage, letter, microbatch))
+            for other in self._sources.get((stage, f"to {letter}"), ()):
+                if self.home[other] != rank:
+                    send = Action(stage, f"SEND_{letter}", microbatch, other)
+                    self.waiting[rank].append(send)
+
+    def deliver(self, send: Action) -> None:
+        """Append a send and its receive to both ranks' programs."""
+        sender, receiver = self.home[send.stage], self.home[send.other]
+        self.waiting[sender].remove(send)
+        self._received.add(send.mirror)
+        adjacent = abs(send.other - send.stage) == 1
+        letter = send.kind[-1]
+        recv = Action(send.other, f"RECV_{letter}", send.microbatch, send.stage)
+        for rank, action in ((sender, send), (receiver, recv)):
+            self.programs[rank].append(
+                action._replace(peer=None) if adjacent else action
+            )
+
+
 def lower(
-    orders: Programs, edges: Iterable[tuple[int, int]] | None = None
+    orders: Programs,
+    edges: Iterable[tuple[int, int]] | None = None,
+    *,
+    deferred: bool = False,
 ) -> dict[int, list[Action]]:
     """Add the sends and receives to compute-only orders, for any set of edges.
 
     ``edges`` are pairs of stages (source, destination); by default each stage feeds the
-    next. Every message is put at one point of one sequence that all ranks follow: right
-    after the action that made it, on both sides. Each rank's program is its part of
-    that sequence, so nothing can wait in a circle, whatever an op blocks.
+    next. Every message is put at one point of one sequence that all ranks follow, so
+    each rank's program is its part of that sequence and nothing can wait in a circle,
+    whatever an op blocks. That point is right after the action that made the message;
+    ``deferred`` puts it as late as the receiver can go on without it.
 
     Raises:
         InputError: the orders themselves cannot be followed to the end.
     """
-    home = stage_to_rank_of(orders)
-    last = max(home)
-    pairs = (
-        sorted(set(edges)) if edges is not None else [(s, s + 1) for s in range(last)]
+    last = max(stage_to_rank_of(orders))
+    work = _Lowering(
+        orders, [(s, s + 1) for s in range(last)] if edges is None else edges
     )
-    programs: dict[int, list[Action]] = {rank: [] for rank in orders}
-    done: set[tuple[int, str, int | None]] = set()
-
-    def ready(action: Action) -> bool:
-        stage, kind, microbatch, _ = action
-        if kind == "F":
-            return all(
-                (src, "F", microbatch) in done for src, dst in pairs if dst == stage
-            )
-        if kind in BACKWARDS:
-            return (stage, "F", microbatch) in done and all(
-                (dst, "B", microbatch) in done for src, dst in pairs if src == stage
-            )
-        return kind != "W" or (stage, "B", microbatch) in done
 
     def step(rank: int, action: Action) -> bool:
-        if not ready(action):
+        if work.waiting[rank]:
             return False
-        stage, kind, microbatch, _ = action
-        programs[rank].append(action)
-        letter = "B" if kind in BACKWARDS else kind
-        done.add((stage, letter, microbatch))
-        for src, dst in pairs:
-            here, there = (src, dst) if letter == "F" else (dst, src)
-            if letter not in "FB" or here != stage or home[there] == rank:
-                continue
-            peer = None if abs(there - here) == 1 else (there, here)
-            send = Action(here, f"SEND_{letter}", microbatch, peer and peer[0])
-            recv = Action(there, f"RECV_{letter}", microbatch, peer and peer[1])
-            programs[rank].append(send)
-            programs[home[there]].append(recv)
+        sends = work.missing(rank, action)
+        if sends is None:
+            return False
+        for send in sends:
+            work.deliver(send)
+        work.perform(rank, action)
+        if not deferred:
+            for send in list(work.waiting[rank]):
+                work.deliver(send)
         return True
 
-    stuck = _advance(orders, step)
+    def push() -> bool:
+        for sends in work.waiting.values():
+            if sends:
+                work.deliver(sends[0])
+                return True
+        return False
+
+    stuck = _advance(orders, step, push)
     if stuck:
-        heads = ", ".join(f"rank {rank} at {action}" for rank, action in stuck.items())
-        raise InputError("schedule", f"cannot be followed to the end: {heads}")
-    return programs
+        raise _cannot_end(stuck)
+    return work.programs
+
+
+def _cannot_end(stuck: Mapping[int, Action]) -> InputError:
+    heads = ", ".join(f"rank {rank} at {action}" for rank, action in stuck.items())
+    return InputError("schedule", f"cannot be followed to the end: {heads}")
 
 
 def rendezvous_problem(programs: Programs) -> str | None:
@@ -344,7 +428,8 @@ def rendezvous_problem(programs: Programs) -> str | None:
         taken.add(message)
         return True
 
-    stuck = _advance(programs, step)
+    flat = {rank: list(flatten(program)) for rank, program in programs.items()}
+    stuck = _advance(flat, step)
     return "; ".join(f"rank {r} in {a}" for r, a in stuck.items()) or None
 
 
@@ -369,7 +454,7 @@ def measure(programs: Programs) -> Cost:
         InputError: it cannot be followed to the end.
     """
     orders = {
-        rank: [a for a in program if a.kind in COMPUTE]
+        rank: [a for a in flatten(program) if a.kind in COMPUTE]
         for rank, program in programs.items()
     }
     last = max(stage_to_rank_of(orders))
@@ -389,8 +474,7 @@ def measure(programs: Programs) -> Cost:
 
     stuck = _advance(orders, step)
     if stuck:
-        heads = ", ".join(f"rank {rank} at {action}" for rank, action in stuck.items())
-        raise InputError("schedule", f"cannot be followed to the end: {heads}")
+        raise _cannot_end(stuck)
     busy = sum(_UNIT_COST[a.kind] for order in orders.values() for a in order)
     makespan = max(clock.values())
     return Cost(

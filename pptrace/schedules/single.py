@@ -72,7 +72,7 @@ class _Step:
         Raises:
             RuntimeError: the stage has ops for a peer that the actions do not know.
         """
-        for _, kind, microbatch, peer in actions:
+        for _, kind, microbatch, peer, _ in actions:
             if microbatch is None:
                 continue
             if kind == "F":
