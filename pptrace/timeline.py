@@ -108,9 +108,9 @@ class Timeline:
     start_ns: int
     """Time of the first record."""
     progress_ns: int
-    """Latest time that any record has."""
+    """Latest time at which anything began or was completed; failing is no progress."""
     end_ns: int
-    """`progress_ns`; if anything is still open, the last sign of life of any rank."""
+    """Latest time of any record; if anything is open, of any rank's sign of life."""
     offsets: Mapping[int, int]
     """By rank: what to add to its monotonic times."""
 
@@ -270,6 +270,13 @@ def _latest(record: Record) -> int:
     )
 
 
+def _progress(record: Record) -> int:
+    """Latest time at which the record says that something went on."""
+    if record.flags & Flag.FAILED:
+        return max(record.posted_ns, record.returned_ns, record.wait_ns)
+    return _latest(record)
+
+
 def _partition(spans: list[Span]) -> Iterator[tuple[Span, ...]]:
     """Distribute spans over lanes: each to the first lane that is free again."""
     lanes: list[list[Span]] = []
@@ -295,23 +302,24 @@ def _extent(
     unmatched: frozenset[tuple[int, int]],
 ) -> tuple[int, int, int]:
     """Start, last progress and end of the run (see `Timeline`)."""
-    starts, latest, signs, is_open = [], [], [], False
+    starts, progress, latest, signs, is_open = [], [], [], [], False
     for rank, log in logs.items():
         offset = offsets[rank]
         for record in log.records:
             starts.append(record.posted_ns + offset)
             latest.append(_latest(record) + offset)
-            is_open |= (
-                _row_of(record) is not None
-                and _end(record, is_unmatched=(rank, record.seq) in unmatched) is None
-            )
+            if _row_of(record) is None:
+                continue
+            progress.append(_progress(record) + offset)
+            is_unmatched = (rank, record.seq) in unmatched
+            is_open |= _end(record, is_unmatched=is_unmatched) is None
         signs.append(max(log.start_monotonic_ns, log.heartbeat_ns) + offset)
         if log.status_ns:
             signs.append(log.status_ns + offset)
     if not starts:
-        starts = latest = signs or [0]
-    start, progress = min(starts), max(latest)
-    return start, progress, max(progress, *signs) if is_open else progress
+        starts = latest = [min(signs, default=0)]
+    end = max(latest + signs) if is_open else max(latest)
+    return min(starts), max(progress, default=end), end
 
 
 def _arrows(pairs: list[Pair], offsets: Mapping[int, int]) -> Iterator[Arrow]:

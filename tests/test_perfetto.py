@@ -495,6 +495,26 @@ def test_the_fates_of_ranks_beside_a_hang(tmp_path: Path) -> None:
         assert [row["name"] for row in present] == ["in call all_reduce"]
 
 
+def test_a_hang_that_ended_in_an_exception_is_still_seen(tmp_path: Path) -> None:
+    """The wait that timed out stands where the hang was, and so does the verdict."""
+    run = SyntheticRun(tmp_path, 2)
+    run.action(0, Pass.F, 0, 0, MS)
+    seq = run.op(0, Direction.RECV, 1, MS, flags=Flag.FAILED)
+    run.set_times(0, seq, returned=MS, wait=2 * MS, waited=40 * SECOND)
+    run.exception(0, "RuntimeError: timed out", 40 * SECOND)
+    path = tmp_path / "job.pftrace"
+    write_trace(run.finish(), path, REPORT)
+    with loaded(path) as query:
+        rows = query("""
+          select name, ts, dur from slice where category in ('present', 'error')
+          and dur > 0 order by name
+        """)
+    assert [(row["name"][:7], row["ts"], row["dur"]) for row in rows] == [
+        ("PPT001 ", 2 * MS, 40 * SECOND - 2 * MS),
+        ("failed ", 2 * MS, 40 * SECOND - 2 * MS),
+    ]
+
+
 def test_a_busy_rank_is_not_shown_as_waiting(tmp_path: Path) -> None:
     """An open action is what the rank is doing, even with a receive outstanding."""
     run = SyntheticRun(tmp_path, 2)

@@ -373,9 +373,9 @@ class _Run:
                 )
 
     def _draw_present(self, track: int, lanes: list[Lane]) -> None:
-        """The call or wait the rank is in, after its last action on the same track.
+        """The call or wait the rank is in, or failed in, after its last action.
 
-        So a hang shows before anything is unfolded.
+        On the same track, so that a hang shows before anything is unfolded.
         """
         compute = next((lane.spans for lane in lanes if lane.row is Row.COMPUTE), ())
         stuck = [
@@ -383,7 +383,7 @@ class _Run:
             for lane in lanes
             if lane.row in {Row.CALL, Row.WAIT}
             for span in lane.spans
-            if span.end_ns is None
+            if span.end_ns is None or span.record.flags & Flag.FAILED
         ]
         if not stuck:
             return
@@ -391,8 +391,10 @@ class _Run:
         last_end = compute[-1].end_ns if compute else 0
         if last_end is None or last_end > span.begin_ns:
             return  # an action is open, or came after: that is what it is doing
-        name = f"in {_name(row, span)}"
-        self.writer.slice(track, span.begin_ns, None, name, "present", _fields(span))
+        name = f"{'in' if span.end_ns is None else 'failed in'} {_name(row, span)}"
+        self.writer.slice(
+            track, span.begin_ns, span.end_ns, name, "present", _fields(span)
+        )
 
     def _draw_markers(self, rank: int, parent: int) -> None:
         """Exceptions, notes, verdicts on this rank, and what became of it."""
