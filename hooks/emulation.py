@@ -177,7 +177,7 @@ class Emulator:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._hosts_blocked = 0
+        self._waits: list[Callable[[], bool]] = []  # one per host thread held
         self._error = ""
         self._is_closed = False
         self._works: dict[Kernel, EmulatedWork] = {}
@@ -231,7 +231,8 @@ class Emulator:
         with self._lock:
             fabric = self._fabric
             return EmulatorState(
-                self._hosts_blocked,
+                # One that is over has been woken: its thread just has not run yet.
+                sum(not is_over() for is_over in self._waits),
                 fabric.sent,
                 fabric.received,
                 self._machine.blocked_on(),
@@ -307,7 +308,7 @@ class Emulator:
     def _block(self, is_over: Callable[[], bool], timeout: timedelta | None) -> bool:
         """Block this host thread, lock held; returns False if the time has passed."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
-        self._hosts_blocked += 1
+        self._waits.append(is_over)
         try:
             while not is_over():
                 if self._error:
@@ -317,7 +318,7 @@ class Emulator:
                     return False
                 self._changed.wait(left)
         finally:
-            self._hosts_blocked -= 1
+            self._waits.remove(is_over)
         return True
 
     def _future_of(self, work: EmulatedWork) -> Any:
@@ -404,7 +405,7 @@ class Emulator:
         self._wake()
 
     def _wake(self) -> None:
-        if self._hosts_blocked:
+        if self._waits:
             self._changed.notify_all()
 
 

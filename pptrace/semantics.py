@@ -217,6 +217,8 @@ class Kernel:
     collective: str | None = None
     label: str = ""
     rank: int = NONE
+    position: int = NONE
+    """How many calls the rank had gone into before."""
     state: KernelState = KernelState.NEW
     error: str = ""
     number: int = NONE
@@ -439,6 +441,7 @@ class RankMachine:
         self._is_set_up = preconnected or Law.SET_UP in _without
         self._edges_used = preconnected or Law.FIRST_USE in _without
         self._one_transport = Law.TRANSPORT in _without
+        self._calls = 0
         self._streams: dict[Communicator, _Stream] = {}
         # Streams whose head may be able to start: a list worked off in a loop, since
         # one kernel's end can start another's without bound.
@@ -458,7 +461,9 @@ class RankMachine:
             kernel.communicator = _of_group(kernel.communicator)
         stream = self._stream(kernel.communicator)
         kernel.rank = self.rank
+        kernel.position = self._calls
         kernel.state = KernelState.SET_UP
+        self._calls += 1
         is_new = self._number(stream, kernel)
         if stream.calls:
             stream.calls.append(kernel)
@@ -745,10 +750,7 @@ class RankMachine:
     # what it waits for
 
     def blocked_on(self) -> tuple[Blocked, ...]:
-        """Everything of this rank that cannot go on now, and what it waits for.
-
-        Per communicator: the calls in set-up, then the kernels in their order.
-        """
+        """Everything of this rank that cannot go on now, in the order posted."""
         found: list[Blocked] = []
         for stream in self._streams.values():
             for index, kernel in enumerate(stream.calls):
@@ -767,7 +769,7 @@ class RankMachine:
                     )
                 else:
                     found.append(self._blocked_head(stream, kernel))
-        return tuple(found)
+        return tuple(sorted(found, key=lambda blocked: blocked.kernel.position))
 
     def _blocked_call(self, stream: _Stream, kernel: Kernel) -> Blocked:
         if not stream.is_set_up:

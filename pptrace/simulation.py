@@ -155,7 +155,7 @@ class Simulation:
     hosts: tuple[HostState, ...]
     """In order of rank, then thread."""
     blocked: tuple[Blocked, ...]
-    """In order of rank."""
+    """In order of rank, then as posted."""
     pending: tuple[KernelOp, ...]
     """Posted ops that have not matched."""
     unmatched: tuple[KernelOp, ...]
