@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +118,19 @@ class Monitor(threading.Thread):
         self._open_store()
         reason, self._reason = self._reason, ""
         reason = reason or self._stalled()
+        try:
+            if self._store is not None:
+                if reason:
+                    self._raise_alarm(reason)
+                self._follow_alarms()
+        except RuntimeError as error:
+            # torch's store errors: the process that holds the store is gone.
+            logger.debug("pptrace: store: %s", error)
+            self._store, self._joined = None, False
         if self._store is None:
             if reason:
                 self._explain_alone(reason)
             self._idle.set()
-            return
-        if reason:
-            self._raise_alarm(reason)
-        self._follow_alarms()
 
     def _open_store(self) -> None:
         if self._store is None and self._joined:
@@ -238,19 +243,15 @@ class Monitor(threading.Thread):
         logs: dict[int, RankLog] = {}
         for rank in range(self._world_size):
             key = self._key("tail", round_, rank)
-            try:
-                if self._store.check([key]):
-                    data = zlib.decompress(self._store.get(key))
-                    log = blackbox.read_bytes(data, path=f"rank {rank}")
-                    log.alive = True
-                else:
-                    log = blackbox.read(
-                        self._folder / blackbox.file_name(rank), tail=_TAIL_RECORDS
-                    )
+            if not self._store.check([key]):
+                continue
+            with contextlib.suppress(PptraceError, zlib.error):
+                data = zlib.decompress(self._store.get(key))
+                log = blackbox.read_bytes(data, path=f"rank {rank}")
+                log.alive = True
                 logs[rank] = log
-            except (PptraceError, zlib.error):
-                continue  # no file of that rank here: the report says it is missing
-        return logs
+        silent = [r for r in range(self._world_size) if r not in logs]
+        return logs | self._read_files(silent)
 
     def _await_report(self, round_: int) -> None:
         """Wait for the collecting rank; if it is gone, say where our file is."""
@@ -283,15 +284,33 @@ class Monitor(threading.Thread):
             sys.stderr.flush()
 
     def _explain_alone(self, reason: str) -> None:
-        """No store to gather through: read what files are in the folder."""
+        """No store to gather through: use the files in the folder.
+
+        They are all there on one host or a shared file system. The rank that makes the
+        lock file first reports; the others say where to look if it finds nothing.
+        """
         self._quiet_until_progress_after = self._box.progress_ns
-        if self._world_size == 1:
-            log = blackbox.read(self._box.path, tail=_TAIL_RECORDS)
-            report = self._explain({log.rank: log}, reason)
-            if report is not None:
-                self._publish(report)
+        self._on.recorder.heartbeat()
+        self._dump_stacks(reason)
+        try:
+            self._folder.joinpath("report.lock").touch(exist_ok=False)
+        except OSError:
             return
-        self._hint()
+        time.sleep(min(_GATHER_S / 4, 1.0))  # let the others write their last state
+        logs = self._read_files(range(self._world_size))
+        report = self._explain(logs, reason)
+        if report is not None:
+            self._publish(report)
+        if len(logs) < self._world_size:
+            self._hint()
+
+    def _read_files(self, ranks: Iterable[int]) -> dict[int, RankLog]:
+        logs: dict[int, RankLog] = {}
+        for rank in ranks:
+            path = self._folder / blackbox.file_name(rank)
+            with contextlib.suppress(PptraceError):  # not here: reported as missing
+                logs[rank] = blackbox.read(path, tail=_TAIL_RECORDS)
+        return logs
 
     def _hint(self) -> None:
         if not self._hinted:

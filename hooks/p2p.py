@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from pptrace.hooks.patching import PatchList
 from pptrace.hooks.recorder import Batch
 from pptrace.hooks.state import Active, active, fail_open, guarded
-from pptrace.records import Direction
+from pptrace.records import Direction, Pass
 
 __all__ = ["follow", "install", "open_batch", "run_batch"]
 
@@ -185,13 +185,29 @@ def _batch_isend_irecv(original: Callable[..., Any]) -> Callable[..., Any]:
                 batch = open_batch(on, list(p2p_op_list), None)
             elif batch.coalesced:  # the caller has already opened and will post it
                 return original(p2p_op_list)
-            batch.coalesced = on.emulator is not None or _coalesces(p2p_op_list)
+            if on.emulator is not None:
+                batch.coalesced = not _is_old_object_list(on, p2p_op_list)
+            else:
+                batch.coalesced = _coalesces(p2p_op_list)
         except Exception as error:  # noqa: BLE001
             fail_open(on, "batch_isend_irecv", error)
             return original(p2p_op_list)
         return run_batch(on, batch, lambda: original(p2p_op_list))
 
     return batch_isend_irecv
+
+
+def _is_old_object_list(on: Active, ops: Any) -> bool:
+    """Shapes sent at start-up, which torch sent unbatched while it had that rule.
+
+    Torch up to 2.8, whose rule ``coalesced`` is, used plain ``send_object_list``; later
+    it batches each tensor of it alone, which would set up the group's communicator.
+    """
+    return (
+        on.recorder.rule == "coalesced"
+        and on.recorder.context.pass_ == int(Pass.META)
+        and len(ops) == 1
+    )
 
 
 def _coalesces(ops: Any) -> bool:

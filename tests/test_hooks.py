@@ -312,7 +312,7 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
 
 off = train()
-pptrace.enable("out")
+pptrace.enable(os.environ["OUT"])
 on = train()
 pptrace.disable()
 again = train()
@@ -320,7 +320,7 @@ print("RESULT", dist.get_rank(), len(off) > 0, same(off, on), same(off, again))
 dist.destroy_process_group()
 """,
         )
-        job = torchrun(script, 2)
+        job = torchrun(script, 2, OUT=str(tmp_path / "out"))
         assert job.returncode == 0, job.output
         results = sorted(
             line for line in job.output.splitlines() if line.startswith("RESULT")
