@@ -333,7 +333,7 @@ def test_ops_alike_but_for_one_field_do_not_share_it(tmp_path: Path) -> None:
     """Fields that most ops share are written once; each op still has its own."""
     run = SyntheticRun(tmp_path, 3)
     seqs = [
-        run.op(0, Direction.SEND, 1, 0, MS, shape=(4, 2)),
+        run.op(0, Direction.SEND, 1, 0, MS, shape=(2, 5)),
         run.op(0, Direction.SEND, 1, 2 * MS, 3 * MS, shape=(5, 2)),
         run.op(0, Direction.SEND, 2, 4 * MS, 5 * MS, shape=(5, 2)),
         run.op(0, Direction.SEND, 2, 6 * MS, 7 * MS, shape=(5, 2), desc="other"),
@@ -351,7 +351,7 @@ def test_ops_alike_but_for_one_field_do_not_share_it(tmp_path: Path) -> None:
           from slice where category = 'sends' order by ts
         """)
     assert [tuple(row.values()) for row in rows] == [
-        (seqs[0], "[4, 2]", 1, None, None),
+        (seqs[0], "[2, 5]", 1, None, None),
         (seqs[1], "[5, 2]", 1, None, None),
         (seqs[2], "[5, 2]", 2, None, None),
         (seqs[3], "[5, 2]", 2, "other", None),

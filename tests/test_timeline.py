@@ -82,6 +82,18 @@ def test_a_skewed_host_is_brought_back(tmp_path: Path, skew_ns: int) -> None:
     assert abs(abs(corrections[1] - corrections[0]) - abs(skew_ns)) <= run.latency_ns
 
 
+@pytest.mark.parametrize("skew_ns", [50 * MS, -50 * MS])
+def test_traffic_in_one_direction_suffices(tmp_path: Path, skew_ns: int) -> None:
+    """Forwards alone bound the skew from both sides: sends are rendezvous."""
+    hosts = [Host("near"), Host("far", 9 * SECOND, skew_ns)]
+    run = SyntheticRun(tmp_path, 2, hosts=hosts)
+    run.play({0: "F0; S F0>1; F1; S F1>1", 1: "R F0<0; F0; R F1<0; F1"})
+    timeline = build(run.finish())
+    _assert_causal(timeline)
+    errors = [_true(timeline, r, h.uptime_ns, h) for r, h in enumerate(hosts)]
+    assert abs(errors[1] - errors[0]) <= run.compute_ns + run.latency_ns
+
+
 @settings(max_examples=20, deadline=None)
 @given(skews=st.lists(st.integers(-100 * MS, 100 * MS), min_size=5, max_size=5))
 def test_any_skews_of_a_healthy_run_can_be_repaired(

@@ -215,7 +215,8 @@ class _Writer:
     def flush(self) -> None:
         """Write out what is complete.
 
-        A new message each time: clearing the old one would orphan its packets.
+        A new message each time: clearing one is a trap, for whoever still holds its list
+        of packets fills a list that nobody writes.
         """
         self._stream.write(self._trace.SerializeToString())
         self._trace = schema.Trace()
