@@ -1,0 +1,327 @@
+"""Will it hang: a schedule or a program checked before any process is started.
+
+A plan comes from the schedule's own code or from a file; the rules of
+`pptrace.semantics` decide whether it can end; and what would be in the black boxes is
+read by the same diagnosis as after a real hang. Exact under those rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import functools
+import gc
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pptrace import verdicts
+from pptrace.dryrun import SILENCE_S, DryRun, dry_run
+from pptrace.errors import InputError
+from pptrace.plan import Plan
+from pptrace.records import format_ranks
+from pptrace.rendezvous import meets_in_order
+from pptrace.report import Finding, RankView, Report
+from pptrace.semantics import Host, Rule
+from pptrace.simulation import EventKind
+from pptrace.timing import Timing, play
+
+__all__ = ["CheckResult", "check", "check_plan", "find_schedule"]
+
+_REFUSED = "PPT026"
+_AGE = f" for {SILENCE_S}.0 s"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a check found.
+
+    ``plan`` is what every rank would do; None where torch refuses to construct the
+    schedule. ``run`` is the simulation, where one was needed.
+    """
+
+    report: Report
+    plan: Plan | None = None
+    run: DryRun | None = field(default=None, repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing wrong; notes do not count."""
+        return self.report.exit_code == 0
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """As in a post-mortem: the verdict first."""
+        return self.report.findings
+
+    @functools.cached_property
+    def timing(self) -> Timing | None:
+        """The plan in unit time, as far as it gets."""
+        if self.plan is None:
+            return None
+        computed = None if self.run is None else _computed(self.run)
+        return play(self.plan, computed)
+
+    @property
+    def bubble_share(self) -> float | None:
+        """Idle share of all rank-time in unit time (F, I, W: 1; B: 2; messages: 0)."""
+        return self.timing.bubble_share if self.timing and self.ok else None
+
+    @property
+    def peak_in_flight(self) -> dict[int, int]:
+        """By rank: most microbatches whose forward is done and backward is not."""
+        return self.timing.peak_in_flight if self.timing else {}
+
+    def timeline(self, width: int = 100) -> str:
+        """Ranks × time as text; a rank that gets stuck says where."""
+        if self.timing is None:
+            return ""
+        marks = {
+            view.rank: f"✗ {view.doing}"
+            for view in self.report.ranks
+            if self.run is not None and view.state not in ("exited", "missing")
+        }
+        return self.timing.render(width, marks=marks)
+
+
+def check(
+    schedule: type | str,
+    *,
+    num_stages: int,
+    n_microbatches: int,
+    num_ranks: int | None = None,
+    rule: Rule | str | None = None,
+    eager: bool = False,
+    metadata: str = "dynamic",
+    host: Host | str = Host.ASYNC,
+    preconnect: bool = False,
+    start_up: str | None = None,
+    forward_only: bool = False,
+    **options: Any,
+) -> CheckResult:
+    """Run a schedule's own code on stub stages and say whether it can hang on NCCL.
+
+    Milliseconds; no process, no GPU, no tensor. A process group that exists is not
+    touched.
+
+    Args:
+        schedule: a class derived from torch's, or a name: torch's ("1F1B"), or
+            "module:Class".
+        num_stages: stages of the whole pipeline.
+        n_microbatches: microbatches per step.
+        num_ranks: ranks of the pipeline; default: one stage each for single-stage
+            schedules, two for the others.
+        rule: how ``_batch_p2p`` issues ops: "split" (torch 2.13 and later) or
+            "coalesced" (2.8 and before); default: as the installed torch does.
+        eager: the group is set up at creation (``init_process_group(device_id=...)``).
+        metadata: "dynamic" (stages find out shapes at the start) or "static" (given).
+        host: what ``wait()`` does: "async" as on CUDA, "blocking" as on gloo.
+        preconnect: every communicator and edge has been used before the first step.
+        start_up: what is exchanged before the first microbatch: "votes" (torch 2.12 to
+            2.14), "neighbours" (2.9 to 2.11), "shapes" (up to 2.8); default: what goes
+            with the rule.
+        forward_only: check ``eval()`` in place of ``step()``.
+        options: further arguments of the schedule's constructor.
+
+    Raises:
+        InputError: the schedule cannot be found or used, or a number makes no sense.
+    """
+    from pptrace.schedules import recording
+
+    chosen = _choice("rule", Rule, rule) if rule else recording.installed_rule()
+    cls = find_schedule(schedule) if isinstance(schedule, str) else schedule
+    setup = recording.Setup(
+        num_ranks=num_ranks or recording.default_ranks(cls, num_stages),
+        num_stages=num_stages,
+        n_microbatches=n_microbatches,
+        rule=chosen,
+        start_up=_choice("start_up", recording.StartUp, start_up)
+        if start_up
+        else recording.default_start_up(chosen),
+        eager=eager,
+        is_static=_is_static(metadata),
+        forward_only=forward_only,
+        options=options,
+    )
+    with _no_collection():
+        try:
+            plan = recording.record(cls, setup)
+        except recording.Refused as refusal:
+            return _refused(cls.__name__, setup.num_ranks, str(refusal))
+        return check_plan(plan, host=host, preconnect=preconnect)
+
+
+def check_plan(
+    plan: Plan, *, host: Host | str = Host.ASYNC, preconnect: bool = False
+) -> CheckResult:
+    """Say whether a plan can hang; see `check` for the arguments."""
+    chosen = _choice("host", Host, host)
+    with _no_collection():
+        if meets_in_order(plan, preconnected=preconnect):
+            return CheckResult(_report(plan.ranks, ()), plan)
+        run = dry_run(plan, host=chosen, preconnected=preconnect)
+        return CheckResult(_diagnose(run), plan, run)
+
+
+# -- reports -----------------------------------------------------------------------
+
+
+def _diagnose(run: DryRun) -> Report:
+    from pptrace.diagnosis import diagnose
+
+    report = diagnose(run.logs, now_wall_ns=run.now_wall_ns, run="")
+    findings = report.findings
+    if run.simulation.is_deadlock and not findings:
+        findings = (_unexplained(run),)
+    return _timeless(dataclasses.replace(report, created=_now(), findings=findings))
+
+
+def _timeless(report: Report) -> Report:
+    """The report without ages: the times of a dry run are made up."""
+
+    def strip(lines: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(line.replace(_AGE, "") for line in lines)
+
+    return dataclasses.replace(
+        report,
+        findings=tuple(
+            dataclasses.replace(
+                finding,
+                sentence=finding.sentence.replace(_AGE, ""),
+                evidence=strip(finding.evidence),
+            )
+            for finding in report.findings
+        ),
+        ranks=tuple(
+            dataclasses.replace(view, since_s=None, last_record_s=None, host="", pid=0)
+            for view in report.ranks
+        ),
+        pending=tuple(dataclasses.replace(op, age_s=0.0) for op in report.pending),
+        chain=strip(report.chain),
+    )
+
+
+def _unexplained(run: DryRun) -> Finding:
+    stuck = sorted({b.rank for b in run.simulation.blocked})
+    verdict = verdicts.VERDICTS[verdicts.UNDETERMINED]
+    return Finding(
+        code=verdict.code,
+        name=verdict.name,
+        severity="error",
+        sentence=f"the plan does not end: ranks {format_ranks(stuck)} wait for ever",
+        victims=tuple(stuck),
+        evidence=tuple(
+            f"r{b.rank}: {b.obstacle.value}" for b in run.simulation.blocked
+        ),
+        remedy=verdict.remedy,
+    )
+
+
+def _refused(name: str, num_ranks: int, reason: str) -> CheckResult:
+    finding = Finding(
+        code=_REFUSED,
+        name="refused by torch",
+        severity="error",
+        sentence=f"torch refuses to construct {name}: {reason}",
+        remedy=("choose numbers the schedule accepts; the sentence quotes its reason",),
+    )
+    return CheckResult(_report(range(num_ranks), (finding,)))
+
+
+def _report(ranks: Iterable[int], findings: tuple[Finding, ...]) -> Report:
+    state, doing = ("exited", "ends") if not findings else ("unknown", "never starts")
+    views = tuple(RankView(rank, state, doing, None) for rank in ranks)
+    return Report(
+        run="",
+        created=_now(),
+        world_size=len(views),
+        findings=findings,
+        ranks=views,
+    )
+
+
+def _now() -> str:
+    now = dt.datetime.now(dt.timezone.utc)
+    return now.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _computed(run: DryRun) -> Mapping[int, int]:
+    counts = dict.fromkeys(run.logs, 0)
+    for kind, rank, _ in run.simulation.events:
+        if kind is EventKind.COMPUTED:
+            counts[rank] += 1
+    return counts
+
+
+# -- arguments ---------------------------------------------------------------------
+
+
+def find_schedule(name: str) -> type:
+    """A schedule class by torch's name for it, or as ``module:Class``.
+
+    Raises:
+        InputError: there is none.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        from pptrace.schedules import recording
+
+        return recording.torch_schedule(name)
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:
+        raise InputError(
+            _failing_line(error, module), f"cannot be imported: {_one_line(error)}"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise InputError(module, f"has no {attribute}")
+        found = getattr(found, part)
+    if not isinstance(found, type):
+        raise InputError(name, "is not a class")
+    return found
+
+
+def _failing_line(error: Exception, module: str) -> str:
+    """``file:line`` of the last frame that is a module's and not the import system's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    where, frame = module, error.__traceback__
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if not file.startswith("<") and "importlib" not in file and file != __file__:
+            where = f"{file}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return where
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _choice(name: str, kind: Any, value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = " or ".join(member.value for member in kind)
+        raise InputError(f"{name} {value!r}", f"is not {allowed}") from None
+
+
+def _is_static(metadata: str) -> bool:
+    if metadata not in ("static", "dynamic"):
+        raise InputError(f"metadata {metadata!r}", "is not static or dynamic")
+    return metadata == "static"
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from scanning what is only growing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
