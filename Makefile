@@ -31,8 +31,9 @@ help:  ## this list
 demo: $(READY)  ## a pipeline that hangs, what pptrace says, and the fixed one
 	$(PY) examples/demo.py
 
+# loadscope: fixtures of a module, runs of real ranks among them, are set up once.
 test: $(READY)  ## all tests that CI runs
-	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadscope $(PYTEST_ARGS)
 
 # mypy looks at an installed copy: in the tree it finds ./pptrace alone, without hooks
 # and viewers, and reports success. The count at the end holds it to all files.
