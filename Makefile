@@ -17,12 +17,13 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 # What a developer has exported must not change what the tests see.
 unexport PYTHONPATH PPTRACE PPTRACE_DIR PPTRACE_RING_SLOTS PPTRACE_HANG_AFTER
-unexport PPTRACE_EMULATE PPTRACE_RULE PPTRACE_EAGER
+unexport PPTRACE_EMULATE PPTRACE_EMULATE_HOST PPTRACE_RULE PPTRACE_EAGER
+unexport PPTRACE_REPORT PPTRACE_FIX
 # Several ranks share the cores: one thread each.
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint chaos bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -49,6 +50,12 @@ lint: $(READY)  ## ruff and mypy
 	@files=$$(find pptrace hooks viewers -name '*.py' | wc -l); \
 	grep -q " $$files source files" build/mypy.txt || \
 	{ echo "mypy did not check all $$files files of pptrace, hooks and viewers"; exit 1; }
+
+chaos: $(READY)  ## SIGKILL one rank at a hundred random moments, check each report
+	$(PY) tests/chaos.py --runs 100
+
+bench: $(READY)  ## measurements with a bar to meet
+	$(PY) benchmarks/startup.py
 
 clean:  ## remove what was built and cached; .venv and pptrace-out stay
 	rm -rf build dist pptrace.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
