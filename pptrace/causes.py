@@ -295,6 +295,11 @@ def _activity(scene: Scene, state: RankState) -> tuple[str, Record | None]:
     return "outside any recorded call", None
 
 
+def is_text(text: str) -> str:
+    """An activity as a predicate: ``is in F0``, ``waits for B0←r1``."""
+    return f"is {text}" if text.startswith(("in", "between", "outside")) else text
+
+
 def _headline(exception: Record | None) -> str:
     if exception is None:
         return "an exception"
@@ -324,9 +329,7 @@ def _op_evidence(scene: Scene, rank: int, record: Record) -> str:
     else:
         low, high = sorted((rank, record.peer))
         rides = f"the pair communicator {low}:{high} of group {group}"
-    state = "in the call" if record.returned_ns == 0 else "posted"
-    if record.returned_ns and record.wait_ns:
-        state = "waited for"
+    state = _op_state(record, _seconds(scene.age_s(rank, record)))
     batch = ""
     if len(scene.batch(rank, record)) > 1:
         batch = f" in {batch_text(scene, rank, record)}"
@@ -334,8 +337,16 @@ def _op_evidence(scene: Scene, rank: int, record: Record) -> str:
     desc = f", {record.text}" if record.text else ""
     return (
         f"r{rank}: {op_text(record)}{batch}, {edge_text(rank, record)}, k={record.k} on"
-        f" {rides}{desc}, {state} for {_seconds(scene.age_s(rank, record))}"
+        f" {rides}{desc}, {state}"
     )
+
+
+def _op_state(record: Record, age: str) -> str:
+    if record.done_ns:
+        return "complete"
+    if record.returned_ns == 0:
+        return f"in the call for {age}"
+    return f"waited on for {age}" if record.wait_ns else f"posted {age} ago"
 
 
 def _few_microbatches(scene: Scene, ranks: Iterable[int]) -> ScheduleRun | None:
@@ -414,6 +425,8 @@ def _is_settled(scene: Scene, root: Root, single: int | None) -> bool:
     state = scene.states[single]
     if state.is_over:
         return True
+    if state.life is Life.DISABLED:
+        return waited >= limit
     quiet = state.until_ns - state.last_ns
     if scene.graph.blocked(single):
         return max(waited, _blocked_ns(scene, state)) >= limit
@@ -840,7 +853,7 @@ def _run_not_started(scene: Scene, root: Root) -> Cause | None:
         sentence = (
             f"r{waiter.rank} is in schedule {what} {step.step} of {step.text}{vote}"
             f" waiting for {op_text(edge.op)}; r{holder.rank} started only {runs} and"
-            f" {'has exited' if holder.life is Life.EXITED else _activity(scene, holder)[0]}"
+            f" {'has exited' if holder.life is Life.EXITED else is_text(_activity(scene, holder)[0])}"
         )
         fold, place = _group_place(edge.op, (holder.rank,))
         return Cause(
@@ -870,7 +883,7 @@ def _start_up(scene: Scene, root: Root) -> Cause | None:
         sentence = (
             f"r{edge.waiter} takes part in the start-up exchange of shapes"
             f" ({op_text(op)}) and r{state.rank} does not{differ}: it"
-            f" {_activity(scene, state)[0]}"
+            f" {is_text(_activity(scene, state)[0])}"
         )
         return Cause(
             verdicts.STARTUP_NOT_JOINED, "error", sentence, (state.rank,),
@@ -958,7 +971,7 @@ def _mixed_cycle(scene: Scene, root: Root) -> Cause:
     parts = []
     for rank in missing[:4]:
         blocked = [r for r in scene.graph.blocked(rank) if r.kind is Kind.OP]
-        what = f"waits for {_record_text(blocked[0], scene, rank)}" if blocked else _activity(scene, scene.states[rank])[0]
+        what = f"waits for {_record_text(blocked[0], scene, rank)}" if blocked else is_text(_activity(scene, scene.states[rank])[0])
         parts.append(f"r{rank} {what}")
     ahead = _ahead(scene, missing, inside)
     sentence = (
@@ -1146,7 +1159,7 @@ def _set_up(scene: Scene, root: Root) -> Cause:
 
 
 def _short(scene: Scene, rank: int) -> str:
-    return doing(scene, rank)[0]
+    return is_text(doing(scene, rank)[0])
 
 
 # -- one rank that everybody waits for ---------------------------------------------------
@@ -1161,13 +1174,14 @@ def _single(scene: Scene, root: Root, rank: int) -> Cause | None:
         return _nothing_wrong(scene, root)
     if not root.incoming:
         return None
+    for_set_up = all(isinstance(e.source, Hub) and e.source.kind == "set-up" for e in root.incoming)
     if state.life is Life.EXITED:
-        return _exited(scene, root, state)
+        return (_set_up(scene, root) if for_set_up else _exited(scene, root, state))
     if state.life is Life.DISABLED:
         return _untrusted(scene, root)
     if state.action is not None or state.step is not None:
         return _straggler(scene, root, state)
-    if any(isinstance(e.source, Hub) and e.source.kind == "set-up" for e in root.incoming):
+    if for_set_up:
         return _set_up(scene, root)
     if state.last_step is not None:
         return _between_steps(scene, root, state)
@@ -1256,12 +1270,12 @@ def _not_posted(scene: Scene, root: Root, state: RankState) -> Cause:
         low, high = sorted((waiter, op.peer))
         first = f"the first op of pair {low}:{high}" if op.k == 0 else "the call"
         call = f" is blocked inside the call ({first}) and"
-    text, since = doing(scene, state.rank)
+    text, since = _short(scene, state.rank), doing(scene, state.rank)[1]
     lasting = f" for {_seconds(since)}" if since is not None else ""
     sentence = (
         f"r{waiter}{call} waits in {op_text(op)} for {_seconds(scene.age_s(waiter, op))},"
         f" and r{state.rank} has not posted {owed_text(waiter, op)}: it is"
-        f" {_liveness(state)}, {text}{lasting}"
+        f" {_liveness(state)} and {text}{lasting}"
     )
     return _root_cause(scene, root, state, code, "warning", sentence, _stack(state))
 
@@ -1289,7 +1303,7 @@ def _not_entered(scene: Scene, root: Root) -> Cause:
     sentence = (
         f"{name} #{hub.k} of group {group.label} was entered by {names(list(entered))} but"
         f" not by {names(missing)}: "
-        + "; ".join(f"r{r} is {_short(scene, r)}" for r in missing[:4])
+        + "; ".join(f"r{r} {_short(scene, r)}" for r in missing[:4])
     )
     cause = _collective_cause(scene, root, verdicts.COLLECTIVE_NOT_ENTERED, sentence, missing)
     cause.severity = "warning"

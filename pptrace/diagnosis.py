@@ -594,52 +594,72 @@ def _why(waiter: int, op: Record, holder: int) -> str:
 def _chain(
     scene: Scene, findings: Sequence[Finding], culprits: set[int]
 ) -> tuple[str, ...]:
-    """From the farthest victim to the culprit, in words; or around the cycle."""
+    """From the farthest victim to the culprit and, if it is in one, around its cycle."""
     if not findings:
         return ()
     goals = culprits or set(findings[0].victims[:1])
-    following: dict[int, tuple[int, str]] = {}
-    towards: dict[int, list[tuple[int, str]]] = {}
-    for node in list(scene.graph.edges):
+    outgoing: dict[int, list[tuple[int, str]]] = {}
+    incoming: dict[int, list[tuple[int, str]]] = {}
+    direct: dict[int, list[tuple[int, str]]] = {}
+    for node in scene.graph.edges:
         if isinstance(node, int):
             for edge, holder in scene.graph.waits_on(node):
                 why = _why(node, edge.op, holder)
-                towards.setdefault(holder, []).append((node, why))
-    todo = deque(sorted(goals))
-    farthest = None
-    while todo:
-        holder = todo.popleft()
-        for waiter, why in towards.get(holder, []):
-            if waiter not in following and waiter not in goals:
-                following[waiter] = (holder, why)
-                farthest = waiter
-                todo.append(waiter)
-    lines: list[str] = []
-    rank = farthest
-    while rank is not None and rank in following:
-        rank, why = following[rank]
-        lines.append(why)
-    last = rank if rank is not None else min(goals, default=None)
-    lines += _last_link(scene, last, goals, towards)
+                outgoing.setdefault(node, []).append((holder, why))
+                incoming.setdefault(holder, []).append((node, why))
+                if edge.op.kind is Kind.OP and edge.op.peer == holder:
+                    direct.setdefault(holder, []).append((node, why))
+    # Op by op tells more than "has not come to the set-up", so that way goes first.
+    lines, last = _to_goal(direct, goals)
+    if not lines:
+        lines, last = _to_goal(incoming, goals)
+    around = _onward(outgoing, last, goals)
+    if around:
+        lines += [line for line in around if line not in lines]
+    elif last in scene.states:
+        text, since = causes.doing(scene, last)
+        lasting = f" for {since:.1f} s" if since is not None else ""
+        lines.append(f"r{last}: {text}{lasting}")
+    else:
+        lines.append(f"r{last}: no black box")
     if len(lines) > _MAX_CHAIN:
         cut = len(lines) - _MAX_CHAIN
         lines = [*lines[:8], f"… {cut} more …", *lines[8 + cut :]]
     return tuple(lines)
 
 
-def _last_link(
-    scene: Scene,
-    last: int | None,
-    goals: set[int],
-    towards: Mapping[int, list[tuple[int, str]]],
+def _to_goal(
+    incoming: Mapping[int, list[tuple[int, str]]], goals: set[int]
+) -> tuple[list[str], int]:
+    """The longest of the shortest ways that lead to a goal, and the goal it reaches."""
+    following: dict[int, tuple[int, str]] = {}
+    todo = deque(sorted(goals))
+    farthest = todo[0] if todo else NONE
+    while todo:
+        holder = todo.popleft()
+        for waiter, why in incoming.get(holder, []):
+            if waiter not in following and waiter not in goals:
+                following[waiter] = (holder, why)
+                farthest = waiter
+                todo.append(waiter)
+    lines = []
+    rank = farthest
+    while rank in following:
+        rank, why = following[rank]
+        lines.append(why)
+    return lines, rank
+
+
+def _onward(
+    outgoing: Mapping[int, list[tuple[int, str]]], start: int, goals: set[int]
 ) -> list[str]:
-    """What the culprit does, and whom it waits for itself if it is in a cycle."""
-    if last is None or last not in scene.states:
-        return [] if last is None else [f"r{last}: no black box"]
-    own = [
-        why for waiters in towards.values() for waiter, why in waiters if waiter == last
-    ]
-    if own:
-        return own[:1]
-    text, since = causes.doing(scene, last)
-    return [f"r{last}: {text}" + (f" for {since:.1f} s" if since is not None else "")]
+    """Whom the culprit waits for itself: around the cycle, back to where it began."""
+    lines: list[str] = []
+    rank = start
+    seen: set[int] = set()
+    while rank not in seen and rank in outgoing and len(lines) < _MAX_CHAIN:
+        seen.add(rank)
+        ways = outgoing[rank]
+        rank, why = next((w for w in ways if w[0] in goals and w[0] not in seen), ways[0])
+        lines.append(why)
+    return lines

@@ -393,6 +393,8 @@ class WaitFor:
                 age_ns = state.age_ns(record.wait_ns or record.posted_ns)
                 if state.life is Life.DEAD and age_ns < _STUCK_BEFORE_DEATH_NS:
                     continue
+                # Stuck without a reason is a node, too: the root that nothing explains.
+                self.edges.setdefault(rank, [])
                 self._add_blocked(rank, record)
 
     # -- what is known of an op ------------------------------------------------------
@@ -552,6 +554,12 @@ class WaitFor:
         if record is not kernel[0]:
             return  # the batch is one call: its first op speaks for all
         assert record.group is not None
+        unposted = [r for r in kernel if self.partner(rank, r)[0] is _Matched.NO]
+        unknown = [r for r in kernel if self.partner(rank, r)[0] is _Matched.UNKNOWN]
+        for r in unposted:
+            self._add(Edge(rank, r.peer, Why.UNPOSTED, rank, r))
+        for r in unknown:
+            self._add(Edge(rank, r.peer, Why.UNKNOWN, rank, r))
         group = self._group_id(rank, record.group)
         if (
             record.transport is Transport.GROUP
@@ -560,12 +568,6 @@ class WaitFor:
             and self._add_set_up(rank, Hub("set-up", group, 0), record)
         ):
             return
-        unposted = [r for r in kernel if self.partner(rank, r)[0] is _Matched.NO]
-        unknown = [r for r in kernel if self.partner(rank, r)[0] is _Matched.UNKNOWN]
-        for r in unposted:
-            self._add(Edge(rank, r.peer, Why.UNPOSTED, rank, r))
-        for r in unknown:
-            self._add(Edge(rank, r.peer, Why.UNKNOWN, rank, r))
         if unposted or unknown:
             return  # phase 1 of the first use: the matched edges are done with it
         for r in kernel:
