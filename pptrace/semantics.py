@@ -399,7 +399,9 @@ class _Stream:
         self.calls: deque[Kernel] = deque()
         self.phase = _Phase.NONE
         self.new: list[_Edge] = []  # of the first call
-        self.offered = 0  # directions in the other's EXCHANGE, if there are 2 members
+        self.offered = (
+            0  # directions in the last EXCHANGE; of use if there are 2 members
+        )
         self.broken = ""
         self.queue: deque[Kernel] = deque()
         self.sends: dict[int, _Edge] = {}
@@ -637,7 +639,6 @@ class RankMachine:
             edge.used = True
         stream.phase = _Phase.NONE
         stream.new = []
-        stream.offered = 0
         return True
 
     def _tell(self, stream: _Stream, kind: MessageKind) -> None:

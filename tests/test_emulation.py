@@ -573,10 +573,11 @@ def test_random_programs_end_as_simulated(
 
 
 @pytest.fixture
-def pair() -> Iterator[list[Emulator]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[list[Emulator]]:
     """Two emulators in this process, rank 0 and rank 1, edges not used."""
     store = dist.HashStore()
-    emulators = [Emulator(lambda: store, rank, 2) for rank in range(2)]
+    host = getattr(request, "param", Host.BLOCKING)
+    emulators = [Emulator(lambda: store, rank, 2, host=host) for rank in range(2)]
     yield emulators
     for emulator in emulators:
         emulator.close()
@@ -623,6 +624,8 @@ def test_sizes_are_as_on_nccl(pair: list[Emulator]) -> None:
     assert room.tolist() == [1, 2, 3, 0]
     big = exchange(pair, torch.ones(1 << 20), torch.zeros(10))
     assert big.tolist() == [1.0] * 10
+    half = exchange(pair, torch.ones(1 << 21), torch.zeros(1 << 20))
+    assert bool((half == 1).all())
     assert exchange(pair, torch.ones(2), torch.zeros(2)).tolist() == [1, 1]
 
 
@@ -687,8 +690,12 @@ def test_a_wait_with_a_timeout_raises(pair: list[Emulator]) -> None:
     assert work.wait()
 
 
+@pytest.mark.parametrize("pair", list(Host), indirect=True)
 def test_a_collective_carries_gloos_work(pair: list[Emulator]) -> None:
-    """It is complete when its turn has come on every rank and gloo's is complete."""
+    """It is complete when its turn has come on every rank and gloo's is complete.
+
+    Waiting blocks even an asynchronous host: gloo's collective would.
+    """
 
     class Real(dist.Work):
         done = False
@@ -703,8 +710,12 @@ def test_a_collective_carries_gloos_work(pair: list[Emulator]) -> None:
 
     first = pair[0].enter_collective(PAIR, "barrier").carry(Real())
     assert not first.is_completed()
+    waiter = threading.Thread(target=first.wait)
+    waiter.start()
+    while not pair[0].state().hosts_blocked:
+        pass
     pair[1].enter_collective(PAIR, "barrier").wait()
-    first.wait()
+    waiter.join(LIMIT_S)
     assert first.is_completed()
 
 

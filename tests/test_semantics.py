@@ -407,6 +407,20 @@ def test_a_broken_communicator_fails_later_calls_too() -> None:
     assert at(result)[1] is At.ENDED
 
 
+def test_nothing_waits_for_a_kernel_whose_call_failed() -> None:
+    """Another thread's wait on it, given before it failed, is over."""
+    group = group_of(0, 1, eager=True)
+    post, wait = parse(1, "{S0}", group)
+    steps: dict[int, list[Step]] = {
+        0: parse(0, "{S1,R1}", group),
+        1: [Spawn([post]), Spawn([wait, *parse(1, "F0", group)])],
+    }
+    result = simulate(steps)
+    assert [error.thread for error in result.errors] == [1]
+    assert not result.undrained
+    assert EventKind.COMPUTED in {event.kind for event in result.events}
+
+
 def test_b2_is_a_cycle_through_batch_boundaries() -> None:
     """Skip connection: 0 waits for 2, 2 for 1, 1 for 0, until the edges are used."""
     texts = {0: "{S1,S2}", 1: "R0 F0 S2", 2: "{R0,R1}"}
