@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import inspect
 import io
 import os
@@ -139,6 +138,8 @@ class _Explain:
         parser.add_argument("code", nargs="?", metavar="CODE", help="such as PPT001")
 
     def run(self, args: argparse.Namespace) -> int:
+        import difflib
+
         from pptrace.verdicts import VERDICTS, explain
 
         if args.code is None:

@@ -9,11 +9,11 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pptrace.viewers.terminal import printable, render, render_plain
 from rich.cells import cell_len
 from rich.console import Console
 
 from pptrace.report import Finding, OpView, RankView, Report, WaitEdge
+from pptrace.viewers.terminal import printable, render, render_plain
 
 __all__: list[str] = []
 
@@ -114,7 +114,7 @@ def test_sections_come_in_the_order_a_reader_needs_them(width: int) -> None:
         "they ride different communicators",
         "What each rank is doing",
         "r0 culprit alive waits for B0←r1 for 12.1 s",
-        "Unmatched isends and irecvs, never posted on the other side (2)",
+        "Unmatched isends and irecvs, not posted on the other side (2)",
         "isend F1 r0→r1 12.1 s stage 0 microbatch 1 float32[4,128,1024]",
         "batch 3 {isend F1→r1, irecv B0←r1}, on the group's communicator",
         "irecv F1 r1←r0",
@@ -168,12 +168,26 @@ def test_a_report_printed_by_the_job_names_its_author() -> None:
 
 
 def test_waits_stand_in_for_a_chain() -> None:
-    """Without a chain in words, the edges are shown."""
-    report = dataclasses.replace(
-        _HANG, chain=(), waits=(WaitEdge(1, 0, "irecv F1←r0 has no isend"),)
-    )
-    text = render_plain(report)
-    assert "  r1 waits for r0: irecv F1←r0 has no isend\n" in text
+    """Without a chain in words, the edges are shown, each as one sentence."""
+    waits = (WaitEdge(1, 0, "irecv F1←r0"), WaitEdge(2, 1, "r2 waits for F1←r1"))
+    text = render_plain(dataclasses.replace(_HANG, chain=(), waits=waits))
+    assert "  r1 waits for r0: irecv F1←r0\n  r2 waits for F1←r1\n" in text
+
+
+def test_states_that_cannot_be_known_are_said_once() -> None:
+    """In a directory from elsewhere no column repeats that nobody knows."""
+    ranks = tuple(dataclasses.replace(r, state="unknown") for r in _HANG.ranks)
+    text = render_plain(dataclasses.replace(_HANG, ranks=ranks))
+    assert "unknown" not in text
+    assert text.count("their processes cannot be seen from here") == 1
+    assert "  r0  culprit  waits for B0←r1 for 12.1 s" in text
+
+
+def test_what_is_over_is_so_long_ago() -> None:
+    """A rank that raised did so 3 s ago; it does not raise for 3 s."""
+    ranks = (_rank(0, "raised ValueError", state="raised", since_s=3.0),)
+    text = render_plain(dataclasses.replace(_HANG, ranks=ranks))
+    assert "raised ValueError, 3.0 s ago" in text
 
 
 def _many(ranks: int) -> Report:

@@ -35,8 +35,9 @@ _MAX_CHARACTERS = 600
 _SEVERITY = {"error": "bold white on red", "warning": "black on yellow"}
 _ROLE = {"culprit": "bold red", "victim": "yellow"}
 _GONE = ("dead", "terminated", "raised")
+_OVER = (*_GONE, "exited")
 _REASONS = {
-    "unmatched": "Unmatched isends and irecvs, never posted on the other side",
+    "unmatched": "Unmatched isends and irecvs, not posted on the other side",
     "mismatch": "Pairs whose two sides differ",
     "in call": "Ops whose call has not come back",
     "stuck": "Ops held up by something else",
@@ -190,30 +191,40 @@ def _put_ranks(page: _Page) -> None:
     if not ranks:
         return
     page.heading("What each rank is doing")
+    are_known = any(rank.state != "unknown" for rank in ranks)
+    if not are_known:
+        page.put("  ", page.text(("their processes cannot be seen from here", "dim")))
     rows = _fold(ranks)
     shown = _pick(rows)
     names = [_ranks([r.rank for r in row]) for row in shown]
     roles = max(len(row[0].role) for row in shown)
-    states = max(len(row[0].state) for row in shown)
+    states = max(len(row[0].state) for row in shown) if are_known else 0
     name_width = max(map(len, names))
     for row, name in zip(shown, names, strict=True):
         first = row[0]
         style = _ROLE.get(first.role, "")
         gone = "bold red" if first.state in _GONE else ""
+        state = first.state.ljust(states) + "  " if states else ""
+        role = first.role.ljust(roles) + "  " if roles else ""
         lead = page.text(
-            "  ",
-            (name.ljust(name_width), style),
-            (("  " + first.role.ljust(roles)) if roles else "", style),
-            ("  " + first.state.ljust(states), gone),
-            "  ",
+            "  ", (name.ljust(name_width) + "  ", style), (role, style), (state, gone)
         )
-        since = [r.since_s for r in row if r.since_s is not None]
-        lasting = f" for {_span(since)}" if since else ""
-        body = page.text(_merge([r.doing for r in row]), (lasting, "bold"))
-        if page.width >= 80 or first.state in _GONE:
-            body.append_text(page.text((_rank_details(page, row), "dim")))
-        page.put(lead, body)
+        page.put(lead, _rank_body(page, row))
     _put_more(page, sum(map(len, rows)) - sum(map(len, shown)), "ranks")
+
+
+def _rank_body(page: _Page, row: Sequence[RankView]) -> Text:
+    """What the ranks of a row are doing, since when, and their details."""
+    first = row[0]
+    since = [r.since_s for r in row if r.since_s is not None]
+    lasting = ""
+    if since:
+        is_over = first.state in _OVER
+        lasting = f", {_span(since)} ago" if is_over else f" for {_span(since)}"
+    body = page.text(_merge([r.doing for r in row]), (lasting, "bold"))
+    if page.width >= 80 or first.state in _GONE:
+        body.append_text(page.text((_rank_details(page, row), "dim")))
+    return body
 
 
 def _rank_details(page: _Page, row: Sequence[RankView]) -> str:
@@ -229,7 +240,8 @@ def _rank_details(page: _Page, row: Sequence[RankView]) -> str:
     if pending:
         parts.append(f"{_count(pending, 'op')} open")
     ages = [r.last_record_s for r in row if r.last_record_s is not None]
-    if ages and first.state != "alive":
+    known_already = [r.since_s for r in row] == ages
+    if ages and first.state != "alive" and not known_already:
         parts.append(f"last record {_span(ages)} ago")
     if len(row) == 1 and first.pid and (page.width >= 120 or first.state in _GONE):
         parts.append(f"pid {first.pid}" + (f" on {first.host}" if first.host else ""))
@@ -312,7 +324,7 @@ def _put_ops(page: _Page) -> None:
 def _op_cells(op: OpView) -> tuple[str, ...]:
     arrow = "→" if op.direction == "isend" else "←"
     peer = f"r{op.peer}" if op.peer >= 0 else "any rank"
-    payload = f"{op.dtype or '?'}[{','.join(map(str, op.shape))}]"
+    payload = f"{op.dtype}[{','.join(map(str, op.shape))}]" if op.dtype else ""
     return (
         printable(f"{op.direction} {op.label}", 60),
         f"r{op.rank}{arrow}{peer}",
@@ -339,7 +351,7 @@ def _op_details(op: OpView) -> str:
     parts.append(f"on the {whose} communicator" + (f", {group}" if group else ""))
     parts.append(f"k={op.k}")
     parts.append(f"{op.nbytes:,} bytes")
-    parts += [op.desc] if op.desc else []
+    parts += [f"desc {op.desc}"] if op.desc else []
     parts += [] if op.step is None else [f"step {op.step}"]
     parts += [op.detail] if op.detail else []
     return ", ".join(printable(part, 300) for part in parts)
@@ -351,7 +363,10 @@ def _op_details(op: OpView) -> str:
 def _put_chain(page: _Page) -> None:
     report = page.report
     chain = list(report.chain) or [
-        f"r{edge.waiter} waits for r{edge.holder}: {edge.why}" for edge in report.waits
+        edge.why
+        if edge.why.startswith(f"r{edge.waiter} ")
+        else f"r{edge.waiter} waits for r{edge.holder}: {edge.why}"
+        for edge in report.waits
     ]
     if not chain:
         return
