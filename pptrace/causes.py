@@ -423,9 +423,10 @@ def _is_settled(scene: Scene, root: Root, single: int | None) -> bool:
         waited = max([waited, *(_blocked_ns(scene, s) for s in own)])
         return waited >= limit
     state = scene.states[single]
-    if state.is_over:
+    is_certain = any(e.why is not Why.GONE for e in root.incoming)
+    if state.is_over and is_certain:
         return True
-    if state.life is Life.DISABLED:
+    if state.is_over or state.life is Life.DISABLED:
         return waited >= limit
     quiet = state.until_ns - state.last_ns
     if scene.graph.blocked(single):
@@ -1283,6 +1284,12 @@ def _not_posted(scene: Scene, root: Root, state: RankState) -> Cause:
 def _exited(scene: Scene, root: Root, state: RankState) -> Cause:
     ops = list(_waiting_ops(root))
     owed = ", ".join(owed_text(w, op) for w, op in ops[:6])
+    if ops and all(e.why is Why.GONE for e in root.incoming):
+        sentence = (
+            f"r{state.rank} finished normally before {owed} was complete:"
+            f" {_waiting_text(root, state.rank)} in vain"
+        )
+        return _root_cause(scene, root, state, verdicts.EXITED, "error", sentence)
     collectives = [e.op for e in root.incoming if e.op.kind is Kind.COLLECTIVE]
     if not owed and collectives:
         owed = f"{collectives[0].text} #{collectives[0].k}"

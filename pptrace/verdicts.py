@@ -47,6 +47,7 @@ WRONG_TAG = "PPT022"
 CONFIG_DIFFERS = "PPT023"
 RUN_NOT_STARTED = "PPT024"
 STARTUP_NOT_JOINED = "PPT025"
+REFUSED = "PPT026"
 COLLECTIVE_VS_P2P = "PPT030"
 COLLECTIVE_NOT_ENTERED = "PPT031"
 COLLECTIVE_ORDER = "PPT032"
@@ -345,6 +346,17 @@ _ALL = (
         metadata that the other never posts.
         """,
         ("give shapes to all stages of the pipeline, or to none",),
+    ),
+    Verdict(
+        REFUSED,
+        "refused by torch",
+        "torch refuses to construct the schedule with these numbers.",
+        """
+        Said by `pptrace check` before any process starts: the schedule's own
+        constructor raises. Some schedules need the number of microbatches to be a
+        multiple of the ranks, or at least the number of stages.
+        """,
+        ("choose numbers the schedule accepts; the sentence quotes its reason",),
     ),
     Verdict(
         COLLECTIVE_VS_P2P,

@@ -316,6 +316,7 @@ class Why(str, Enum):
     SET_UP = "has not come to the set-up of"
     COLLECTIVE = "has not entered"
     FAILED = "failed in"
+    GONE = "ended before the end of"
     UNKNOWN = "may or may not have posted"
 
 
@@ -532,6 +533,8 @@ class WaitFor:
             self._add(Edge(stream, peer, Why.UNPOSTED, rank, record))
         elif matched is _Matched.UNKNOWN:
             self._add(Edge(stream, peer, Why.UNKNOWN, rank, record))
+        elif self._has_gone(peer, other):
+            self._add(Edge(stream, peer, Why.GONE, rank, record, other))
         elif other is not None:
             if other.flags & Flag.FAILED and not self.states[peer].is_echo:
                 self._add(Edge(stream, peer, Why.FAILED, rank, record, other))
@@ -543,6 +546,16 @@ class WaitFor:
                     self._add(Edge(stream, queue, Why.BEHIND, rank, record, other))
                     return [queue]
         return []
+
+    def _has_gone(self, peer: int, partner: Record | None) -> bool:
+        """Whether the rank ended with its side of a matched op incomplete."""
+        state = self.states.get(peer)
+        return (
+            state is not None
+            and state.is_over
+            and not state.is_echo
+            and (partner is None or not partner.done_ns)
+        )
 
     def _is_head(self, stream: Stream, record: Record) -> bool:
         kernels = self._kernels.get(stream)
@@ -572,7 +585,9 @@ class WaitFor:
             return  # phase 1 of the first use: the matched edges are done with it
         for r in kernel:
             _, other = self.partner(rank, r)
-            if other is not None and other.returned_ns == 0 and not other.done_ns:
+            if self._has_gone(r.peer, other):
+                self._add(Edge(rank, r.peer, Why.GONE, rank, r, other))
+            elif other is not None and other.returned_ns == 0 and not other.done_ns:
                 theirs = self.kernel(r.peer, other)
                 if any(self.is_unposted(r.peer, o) for o in theirs):
                     self._add(Edge(rank, r.peer, Why.IN_CALL, rank, r, other))

@@ -1000,6 +1000,22 @@ def test_g4_killed_in_any_phase(cut: int) -> None:
     assert len(report.findings) == 1
 
 
+@pytest.mark.parametrize("end", ["killed", "exited"])
+def test_g4_ended_in_the_middle_of_a_matched_op(end: str) -> None:
+    """Both sides posted the op and one ended before it was complete: who waits is named."""
+    job = Job("F0; S F0>1; sleep", "R F0<0; sleep")
+    send, recv = (next(r for r in job.logs[n].records if r.kind is Kind.OP) for n in (0, 1))
+    send.done_ns = send.waited_ns = recv.done_ns = recv.waited_ns = 0
+    if end == "killed":
+        job.kill(0, seconds_ago=20)
+        report = expect(job, verdicts.DIED, [0], "r1 waits behind it")
+    else:
+        job.logs[0].status, job.logs[0].alive = Status.EXITED, False
+        job.logs[0].status_ns = job.logs[0].progress_ns
+        report = expect(job, verdicts.EXITED, [0], "before isend F0→r1 was complete")
+    assert report.findings[0].victims == (1,)
+
+
 def test_g4_victims_raise_after_the_death() -> None:
     """G4: the dead one is the culprit although the others' errors are all one sees."""
     job = Job("S F0>1; R B0<1", "R F0<0; hang F0", "R F0<1; F0")
