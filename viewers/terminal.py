@@ -35,7 +35,7 @@ _MAX_CHARACTERS = 600
 _SEVERITY = {"error": "bold white on red", "warning": "black on yellow"}
 _ROLE = {"culprit": "bold red", "victim": "yellow"}
 _GONE = ("dead", "terminated", "raised")
-_OVER = (*_GONE, "exited")
+_OVER = ("dead", "raised", "exited")
 _REASONS = {
     "unmatched": "Unmatched isends and irecvs, not posted on the other side",
     "mismatch": "Pairs whose two sides differ",
@@ -240,8 +240,8 @@ def _rank_details(page: _Page, row: Sequence[RankView]) -> str:
     if pending:
         parts.append(f"{_count(pending, 'op')} open")
     ages = [r.last_record_s for r in row if r.last_record_s is not None]
-    known_already = [r.since_s for r in row] == ages
-    if ages and first.state != "alive" and not known_already:
+    since = [r.since_s for r in row if r.since_s is not None]
+    if ages and first.state != "alive" and (not since or _span(ages) != _span(since)):
         parts.append(f"last record {_span(ages)} ago")
     if len(row) == 1 and first.pid and (page.width >= 120 or first.state in _GONE):
         parts.append(f"pid {first.pid}" + (f" on {first.host}" if first.host else ""))
