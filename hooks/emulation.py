@@ -94,7 +94,6 @@ class EmulatorState:
     """Host threads held inside a call or a wait."""
     sent: int
     received: int
-    blocked: tuple[Blocked, ...]
 
 
 class EmulatedWork(dist.Work):
@@ -227,16 +226,16 @@ class Emulator:
         return self._call(EmulatedWork(self, kernel, []))
 
     def state(self) -> EmulatorState:
-        """What this rank is doing now."""
+        """What this rank is doing now; cheap."""
         with self._lock:
-            fabric = self._fabric
-            return EmulatorState(
-                # One that is over has been woken: its thread just has not run yet.
-                sum(not is_over() for is_over in self._waits),
-                fabric.sent,
-                fabric.received,
-                self._machine.blocked_on(),
-            )
+            # A wait that is over has been woken: its thread just has not run yet.
+            blocked = sum(not is_over() for is_over in self._waits)
+            return EmulatorState(blocked, self._fabric.sent, self._fabric.received)
+
+    def blocked_on(self) -> tuple[Blocked, ...]:
+        """Everything of this rank that cannot go on now, and what it waits for."""
+        with self._lock:
+            return self._machine.blocked_on()
 
     def close(self) -> None:
         """End the thread and the sockets; nothing pending is waited for.

@@ -162,7 +162,7 @@ class Run:
             "wrong": self.wrong,
             "sent": state.sent,
             "received": state.received,
-            "blocked": fingerprint(state.blocked),
+            "blocked": fingerprint(self.emulator.blocked_on()),
             "pending": self.pending(),
             "posted": self.posted(),
             "completed": [work.is_completed() for work in list(self.works.values())],
