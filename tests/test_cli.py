@@ -28,7 +28,8 @@ _TIMEOUT_S = 60
 
 
 def _environment(**changes: str) -> dict[str, str]:
-    unwanted = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "PPTRACE_DIR", "PPTRACE")
+    unwanted = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "PYTHONUNBUFFERED")
+    unwanted += ("PPTRACE", "PPTRACE_DIR")
     kept = {k: v for k, v in os.environ.items() if k not in unwanted}
     return kept | {"TERM": "xterm-256color"} | changes
 
@@ -319,6 +320,7 @@ def test_a_reader_that_leaves_is_no_error(hung: Path) -> None:
         [sys.executable, "-m", "pptrace", "report", str(hung)],
         stdout=write,
         stderr=subprocess.PIPE,
+        env=_environment(),
         timeout=_TIMEOUT_S,
         check=False,
     )
@@ -335,6 +337,7 @@ def test_output_that_cannot_be_written_is_said(hung: Path) -> None:
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
+            env=_environment(),
             timeout=_TIMEOUT_S,
             check=False,
         )
@@ -365,10 +368,11 @@ with busy as step:
 
 def test_long_work_shows_a_bar_in_a_terminal_only() -> None:
     """Progress goes to stderr if someone can see it, and leaves nothing behind."""
+    started, never = "busy._timer.join()", "assert busy._timer.ident is None"
     shown = _in_terminal([sys.executable, "-c", _BUSY], _environment())
     assert "reading black boxes" in shown
     piped = subprocess.run(
-        [sys.executable, "-c", _BUSY.replace("busy._timer.join()", "")],
+        [sys.executable, "-c", _BUSY.replace(started, never)],
         capture_output=True,
         timeout=_TIMEOUT_S,
         check=True,
