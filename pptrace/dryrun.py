@@ -18,6 +18,7 @@ from pptrace.plan import (
     Batch,
     Caught,
     Collective,
+    Die,
     Instruction,
     Leave,
     Op,
@@ -63,6 +64,7 @@ SILENCE_S = 60
 _START_NS = 1_000_000_000
 _WALL_NS = 1_700_000_000_000_000_000
 _ASLEEP = "asleep"
+_KILLED = "killed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,8 @@ class _Rank:
                 step = simulation.Await(self.rank, _ASLEEP)
         elif isinstance(instruction, Raise):
             step = simulation.Fail(instruction.error)
+        elif isinstance(instruction, Die):
+            step = simulation.Fail(_KILLED)
         elif isinstance(instruction, Spawn):
             step = simulation.Spawn(self._thread(instruction.body()))
         elif isinstance(instruction, Sync):
@@ -264,6 +268,9 @@ def _write(
 
 def _end(log: RankLog, hosts: list[HostState], undrained: bool, last_ns: int) -> None:
     """Whether the process is over, and how."""
+    if any(state.error == _KILLED for state in hosts):
+        log.alive = False
+        return
     if hosts[0].at is At.RAISED:  # another thread's exception ends that thread alone
         log.status, log.alive = Status.RAISED, False
     elif all(state.at is At.ENDED for state in hosts) and not undrained:
@@ -409,7 +416,7 @@ class _Scribe:
                 self._wait(begun.kernel, stuck=stuck)
             else:
                 self._post(begun.kernel)
-        if self._state.at is At.RAISED:
+        if self._state.at is At.RAISED and self._state.error != _KILLED:
             self._raised(self._state.error)
 
     def _post(self, kernel: Kernel) -> None:

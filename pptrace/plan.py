@@ -29,6 +29,7 @@ __all__ = [
     "Batch",
     "Caught",
     "Collective",
+    "Die",
     "Edge",
     "Instruction",
     "Leave",
@@ -178,6 +179,10 @@ class Caught(NamedTuple):
     error: str
 
 
+class Die(NamedTuple):
+    """The process is killed: it says nothing, and nobody is told."""
+
+
 class Raise(NamedTuple):
     """An exception nobody catches: the thread ends here."""
 
@@ -224,6 +229,7 @@ Instruction = (
     | Step
     | Leave
     | Caught
+    | Die
     | Raise
     | Signal
     | Await
