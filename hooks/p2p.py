@@ -129,10 +129,14 @@ def run_batch(on: Active, batch: Batch, call: Callable[[], Any]) -> Any:
     outer, context.batch = context.batch, batch
     try:
         result = call()
+        # ``batch_isend_irecv`` inside ``_batch_p2p`` shares the batch: whichever of
+        # the two ends first has posted it, and leaves nothing for the other.
         if batch.emulated:
             result = _post_emulated(on, batch)
+            batch.emulated, batch.seqs = [], []
         elif batch.seqs:
             _returned(on, batch, result)
+            batch.seqs = []
     except BaseException:
         for seq, _, _ in batch.seqs:
             guarded(on, "p2p", on.recorder.failed, seq)

@@ -11,7 +11,7 @@ import pytest
 from launch import run_folder, torchrun, write_script
 
 from pptrace import blackbox
-from pptrace.records import Direction, Kind, Pass, Record, Status, Transport
+from pptrace.records import Direction, Flag, Kind, Pass, Record, Status, Transport
 
 PIPELINE = """
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -64,7 +64,17 @@ def ops(records: list[Record], pass_: Pass) -> list[Record]:
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[int, blackbox.RankLog]:
     """The black boxes of a healthy 1F1B run: 3 ranks, 4 microbatches, 2 steps."""
-    folder = tmp_path_factory.mktemp("healthy")
+    return healthy_run(tmp_path_factory.mktemp("healthy"))
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> dict[int, blackbox.RankLog]:
+    """The same run with the NCCL rules emulated."""
+    return healthy_run(tmp_path_factory.mktemp("emulated"), PPTRACE_EMULATE="nccl")
+
+
+def healthy_run(folder: Path, **environment: str) -> dict[int, blackbox.RankLog]:
+    """Run it; the black boxes by rank."""
     script = write_script(
         folder,
         "pptrace.enable(os.environ['OUT'])\n"
@@ -78,7 +88,7 @@ dist.barrier()
 dist.destroy_process_group()
 """,
     )
-    job = torchrun(script, 3, OUT=str(folder / "out"))
+    job = torchrun(script, 3, OUT=str(folder / "out"), **environment)
     assert job.returncode == 0, job.output
     run = run_folder(folder / "out")
     return {rank: blackbox.read(run / blackbox.file_name(rank)) for rank in range(3)}
@@ -178,6 +188,35 @@ class TestWhatIsRecorded:
             r.transport for r in healthy[0].records if r.kind is Kind.OP
         }
         assert transports == {Transport.GROUP}
+
+
+@pytest.mark.multirank
+class TestUnderEmulation:
+    """What emulation adds to the records of a healthy run."""
+
+    def test_mixed_batches_ride_the_group(
+        self, emulated: dict[int, blackbox.RankLog]
+    ) -> None:
+        """Lone ops ride pair communicators, mixed batches the group's, as on NCCL."""
+        chunks = [r for p in (Pass.F, Pass.B) for r in ops(emulated[1].records, p)]
+        rides = {(r.text, r.transport, bool(r.flags & Flag.COALESCED)) for r in chunks}
+        assert rides == {
+            ("fwd_recv", Transport.PAIR, False),
+            ("fwd_send", Transport.PAIR, False),
+            ("bwd_recv", Transport.PAIR, False),
+            ("bwd_send", Transport.PAIR, False),
+            ("fwd_send_bwd_recv", Transport.GROUP, True),
+            ("bwd_send_fwd_recv", Transport.GROUP, True),
+        }
+
+    def test_each_batch_is_posted_once(
+        self, emulated: dict[int, blackbox.RankLog]
+    ) -> None:
+        """No work is dropped unseen, and each is waited for by those who posted it."""
+        for log in emulated.values():
+            posted = [r for r in log.records if r.kind is Kind.OP]
+            assert all(r.done_ns for r in posted)
+            assert not [r for r in posted if r.flags & Flag.DROPPED]
 
 
 class TestPatches:
