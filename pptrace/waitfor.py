@@ -139,11 +139,9 @@ def is_host_blocked(record: Record) -> bool:
 
 
 def _is_done(record: Record) -> bool:
-    if record.done_ns:
-        return True
-    # gloo's wait returns at completion, whatever the monitor has seen.
-    is_gloo = record.group is not None and record.group.backend == "gloo"
-    return is_gloo and record.waited_ns != 0 and not record.flags & Flag.FAILED
+    # A wait that has returned says nothing: on CUDA it returns at once. The hooks ask
+    # the work itself right after it.
+    return record.done_ns != 0
 
 
 # -- one rank ----------------------------------------------------------------------
