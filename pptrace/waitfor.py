@@ -540,7 +540,7 @@ class WaitFor:
                 self._add(Edge(stream, peer, Why.IN_CALL, rank, record, other))
             elif not other.done_ns:
                 queue = self._stream(peer, other)
-                if not self._is_head(queue, other):
+                if not self._is_head(queue, other) or self._follows_wait(queue, other):
                     self._add(Edge(stream, queue, Why.BEHIND, rank, record, other))
                     return [queue]
         return []
