@@ -13,12 +13,15 @@ import datetime as dt
 import functools
 import gc
 import importlib
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pptrace import verdicts
-from pptrace.dryrun import SILENCE_S, DryRun, dry_run
+from pptrace.dryrun import DryRun, dry_run
 from pptrace.errors import InputError
 from pptrace.plan import Plan
 from pptrace.records import format_ranks
@@ -28,10 +31,30 @@ from pptrace.semantics import Host, Rule
 from pptrace.simulation import EventKind
 from pptrace.timing import Timing, play
 
-__all__ = ["CheckResult", "check", "check_plan", "find_schedule"]
+__all__ = [
+    "CheckResult",
+    "Conditions",
+    "check",
+    "check_csv",
+    "check_plan",
+    "find_schedule",
+    "sweep",
+]
 
-_REFUSED = "PPT026"
-_AGE = f" for {SILENCE_S}.0 s"
+_TIME = re.compile(r" for \d+\.\d s| at \d\d:\d\d:\d\d UTC")
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Under which rules a schedule is checked; see `check` for each."""
+
+    rule: Rule | str | None = None
+    eager: bool = False
+    metadata: str = "dynamic"
+    host: Host | str = Host.ASYNC
+    preconnect: bool = False
+    start_up: str | None = None
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,27 +153,86 @@ def check(
     """
     from pptrace.schedules import recording
 
-    chosen = _choice("rule", Rule, rule) if rule else recording.installed_rule()
     cls = find_schedule(schedule) if isinstance(schedule, str) else schedule
+    conditions = Conditions(
+        rule, eager, metadata, host, preconnect, start_up, forward_only
+    )
+    ranks = num_ranks or recording.default_ranks(cls, num_stages)
+    return _check(cls, (ranks, num_stages, n_microbatches), conditions, options)
+
+
+def check_csv(path: str | Path, conditions: Conditions | None = None) -> CheckResult:
+    """Check a schedule that torch wrote as CSV, with messages or without them.
+
+    Raises:
+        InputError: the file cannot be read or is malformed; names the line.
+    """
+    from pptrace.schedules import recording
+
+    table = recording.read_table(path)
+    numbers = (table.num_ranks, table.num_stages, table.n_microbatches)
+    return _check(table.schedule, numbers, conditions or Conditions())
+
+
+def sweep(
+    schedule: type | str,
+    num_ranks: Iterable[int],
+    n_microbatches: Iterable[int],
+    *,
+    stages_per_rank: int | None = None,
+    conditions: Conditions | None = None,
+) -> dict[tuple[int, int], CheckResult]:
+    """Check a schedule for all these numbers of ranks and of microbatches.
+
+    Returns:
+        The result by (ranks, microbatches).
+
+    Raises:
+        InputError: as `check`.
+    """
+    from pptrace.schedules import recording
+
+    cls = find_schedule(schedule) if isinstance(schedule, str) else schedule
+    per_rank = stages_per_rank or recording.default_stages_per_rank(cls)
+    return {
+        (ranks, n): _check(
+            cls, (ranks, ranks * per_rank, n), conditions or Conditions()
+        )
+        for ranks, n in itertools.product(tuple(num_ranks), tuple(n_microbatches))
+    }
+
+
+def _check(
+    cls: type,
+    numbers: tuple[int, int, int],
+    conditions: Conditions,
+    options: Mapping[str, Any] | None = None,
+) -> CheckResult:
+    """Check for these ranks, stages and microbatches."""
+    from pptrace.schedules import recording
+
+    for name, number in zip(("ranks", "stages", "microbatches"), numbers, strict=True):
+        if number < 1:
+            raise InputError(f"{number} {name}", "is too few")
+    given = conditions.rule
+    rule = _choice("rule", Rule, given) if given else recording.installed_rule()
     setup = recording.Setup(
-        num_ranks=num_ranks or recording.default_ranks(cls, num_stages),
-        num_stages=num_stages,
-        n_microbatches=n_microbatches,
-        rule=chosen,
-        start_up=_choice("start_up", recording.StartUp, start_up)
-        if start_up
-        else recording.default_start_up(chosen),
-        eager=eager,
-        is_static=_is_static(metadata),
-        forward_only=forward_only,
-        options=options,
+        *numbers,
+        rule=rule,
+        start_up=_choice("start_up", recording.StartUp, conditions.start_up)
+        if conditions.start_up
+        else recording.default_start_up(rule),
+        eager=conditions.eager,
+        is_static=_is_static(conditions.metadata),
+        forward_only=conditions.forward_only,
+        options=options or {},
     )
     with _no_collection():
         try:
             plan = recording.record(cls, setup)
         except recording.Refused as refusal:
             return _refused(cls.__name__, setup.num_ranks, str(refusal))
-        return check_plan(plan, host=host, preconnect=preconnect)
+        return check_plan(plan, host=conditions.host, preconnect=conditions.preconnect)
 
 
 def check_plan(
@@ -182,14 +264,14 @@ def _timeless(report: Report) -> Report:
     """The report without ages: the times of a dry run are made up."""
 
     def strip(lines: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(line.replace(_AGE, "") for line in lines)
+        return tuple(_TIME.sub("", line) for line in lines)
 
     return dataclasses.replace(
         report,
         findings=tuple(
             dataclasses.replace(
                 finding,
-                sentence=finding.sentence.replace(_AGE, ""),
+                sentence=_TIME.sub("", finding.sentence),
                 evidence=strip(finding.evidence),
             )
             for finding in report.findings
@@ -220,12 +302,13 @@ def _unexplained(run: DryRun) -> Finding:
 
 
 def _refused(name: str, num_ranks: int, reason: str) -> CheckResult:
+    verdict = verdicts.VERDICTS[verdicts.REFUSED]
     finding = Finding(
-        code=_REFUSED,
-        name="refused by torch",
+        code=verdict.code,
+        name=verdict.name,
         severity="error",
         sentence=f"torch refuses to construct {name}: {reason}",
-        remedy=("choose numbers the schedule accepts; the sentence quotes its reason",),
+        remedy=verdict.remedy,
     )
     return CheckResult(_report(range(num_ranks), (finding,)))
 

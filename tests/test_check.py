@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
+import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.pipelining import schedules
 
 import pptrace.schedules
-from pptrace.checker import CheckResult, check
+from pptrace.checker import CheckResult, check, check_csv
+from pptrace.commands_check import Check
 from pptrace.errors import InputError
 from pptrace.schedules import actions
 
@@ -166,7 +170,7 @@ class OneSidedEvaluation(schedules.ScheduleGPipe):
 
     def _step_microbatches(self, *_: Any, **__: Any) -> None:
         stage, n = self._stage, self._n_microbatches
-        self._initialize_stage(None, None)
+        self._initialize_stage(None, None)  # type: ignore[no-untyped-call]
         for i in range(n):
             if not (stage.is_last and i == 1):
                 schedules._wait_batch_p2p(
@@ -307,3 +311,138 @@ def test_other_threads_see_torch_as_it_is() -> None:
     isend = dist.isend
     assert _run(AsksAnotherThread, 2, 2).ok
     assert AsksAnotherThread.seen == (False, [], isend)
+
+
+# -- tables ----------------------------------------------------------------------------
+
+_COMPUTE_ONLY = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+_WITH_MESSAGES = (
+    "0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1\n"
+    "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+)
+
+
+@pytest.mark.parametrize("text", [_COMPUTE_ONLY, _WITH_MESSAGES])
+def test_a_table_of_torch_is_checked(tmp_path: Path, text: str) -> None:
+    """With messages in it or without: torch adds them then."""
+    path = tmp_path / "schedule.csv"
+    path.write_text(text)
+    result = check_csv(path)
+    assert result.ok
+    assert result.plan is not None
+    ops = {op.text for op in result.plan.ops(1) if op.label != "metadata"}
+    assert ops == {"R F0<-0", "S B0->0", "R F1<-0", "S B1->0"}
+
+
+def test_messages_in_another_order_are_found_in_a_table(tmp_path: Path) -> None:
+    """Each side sends before it receives, and neither posts the receive first."""
+    path = tmp_path / "schedule.csv"
+    path.write_text(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0B1,0RECV_B0,0B0\n"
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
+    )
+    assert not check_csv(path).ok
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1Q0\n", r"schedule\.csv:2: '1Q0': is no action"),
+        ("0F0,0B0\n\n1F0\n", r"schedule\.csv:2: has no action"),
+        ("", r"schedule\.csv: has no action"),
+    ],
+)
+def test_a_malformed_table_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    """File, line and the cell."""
+    path = tmp_path / "schedule.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        check_csv(path)
+
+
+def test_a_table_torch_refuses_is_a_finding(tmp_path: Path) -> None:
+    """Its reason is quoted, without the table it prints."""
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0B0\n1B0,1F0\n")
+    result = check_csv(path)
+    assert _codes(result) == ["PPT026"]
+    assert "without first running Forward" in result.findings[0].sentence
+
+
+# -- the command ------------------------------------------------------------------------
+
+
+def _command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command = Check()
+    command.prepare_parser(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def test_the_command_says_ok(capsys: pytest.CaptureFixture[str]) -> None:
+    """Conditions, verdict, timeline and numbers; exit code 0."""
+    assert _command("--schedule", "GPipe", "--pp", "2", "--microbatches", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("ScheduleGPipe, 2 stages on 2 ranks, n=2 · rule ")
+    assert lines[1].startswith("ok")
+    assert "r1 ·  F0 F1 B0 ══ B1 ══ ·  ·" in lines
+    assert "bubble: 33.3% of all rank-time" in "\n".join(lines)
+    assert "most microbatches in flight: 2 (r0 2, r1 2)" in lines
+
+
+def test_the_command_shows_the_verdict_of_a_program(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The same report as a post-mortem's, and where each rank is stuck; exit code 1."""
+    path = tmp_path / "hang.pp"
+    path.write_text("r0: S x->1; R x<-1\nr1: S x->0; R x<-0\n")
+    assert _command(str(path)) == 1
+    shown = capsys.readouterr().out
+    assert "ERROR PPT012 sends face each other" in shown
+    assert "r0 ✗ " in shown
+    assert " ago" not in shown
+
+
+def test_the_command_makes_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """One verdict per number of ranks and of microbatches."""
+    name = f"{__name__}:Unguarded"
+    numbers = ("--pp", "2,4", "--microbatches", "1-4", "--rule", "split", "--sweep")
+    assert _command("--schedule", name, *numbers) == 1
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:7]]
+    assert rows == [
+        ["n", "pp=2", "pp=4"],
+        ["1", "PPT001", "PPT001"],
+        ["2", "ok", "PPT001"],
+        ["3", "ok", "PPT001"],
+        ["4", "ok", "ok"],
+    ]
+
+
+def test_the_command_gives_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """The report with the numbers, for scripts."""
+    assert _command("--schedule", "1F1B", "--pp=4", "--microbatches=2", "--json") == 1
+    value = json.loads(capsys.readouterr().out)
+    assert value["findings"][0]["code"] == "PPT026"
+    assert (value["ok"], value["bubble_share"]) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs one of FILE, --schedule and --csv"),
+        (["a.pp", "--schedule", "1F1B"], "needs one of"),
+        (["a.pp", "--pp", "2"], "go with --schedule"),
+        (["--schedule", "1F1B", "--pp", "4"], "--microbatches: is missing"),
+        (["--schedule", "1F1B", "--pp", "x", "--microbatches", "1"], "is no number"),
+        (["--schedule", "1F1B", "--pp", "2,4", "--microbatches", "1"], "several"),
+        (["--schedule", "1F1B", "--pp", "0", "--microbatches", "1"], "1 or more"),
+        (
+            ["--schedule", "LoopedBFS", "--pp=4", "--stages=6", "--microbatches=1"],
+            "--stages 6: is no multiple of --pp 4",
+        ),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], message: str) -> None:
+    """They say which one and why."""
+    with pytest.raises(InputError, match=message):
+        _command(*arguments)

@@ -8,29 +8,35 @@ constructed for each rank.
 from __future__ import annotations
 
 import copy
+import csv
 import functools
 import inspect
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from pptrace.errors import InputError
-from pptrace.plan import Leave, Plan, Raise, Step
+from pptrace.plan import Action, Leave, Plan, Raise, Step
 from pptrace.records import Group, ScheduleRun
 from pptrace.schedules._start_up import StartUp, installed_start_up, start_up
 from pptrace.schedules._stubs import Recorder, StubGroup, StubStage, recording
+from pptrace.schedules.actions import RECEIVES, SENDS, flatten, parse
 from pptrace.semantics import Rule
 
 __all__ = [
     "Refused",
     "Setup",
     "StartUp",
+    "Table",
     "default_ranks",
+    "default_stages_per_rank",
     "default_start_up",
     "installed_rule",
+    "read_table",
     "record",
     "torch_schedule",
 ]
@@ -267,8 +273,8 @@ def _copy(schedule: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The message on one line, with its type where it is not the usual one."""
-    text = " ".join(str(error).split())
+    """The first paragraph on one line, with the type where it is not the usual one."""
+    text = " ".join(str(error).partition("\n\n")[0].split())
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
@@ -309,6 +315,67 @@ def _is_library(file: str) -> bool:
 _HERE = __file__.rpartition("/")[0].rpartition("/")[0] + "/"
 
 
+# -- schedules from tables -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A schedule that a CSV file in torch's format describes, and its numbers."""
+
+    schedule: type
+    num_ranks: int
+    num_stages: int
+    n_microbatches: int
+
+
+def read_table(path: str | Path) -> Table:
+    """Read a schedule that torch's ``_dump_csv`` wrote, with messages or without.
+
+    The schedule's class runs it as torch does: `_PipelineScheduleRuntime` loads the
+    file, adds the messages where there are none, and performs the actions.
+
+    Raises:
+        InputError: the file cannot be read, or a cell is no action; names the line.
+    """
+    rows = list(_rows(path))
+    flat = [action for row in rows for action in flatten(row)]
+    if not flat:
+        raise InputError(path, "has no action")
+    has_messages = any(action.kind in SENDS | RECEIVES for action in flat)
+    form = "compute_comms" if has_messages else "compute_only"
+    runtime: Any = torch_schedules._PipelineScheduleRuntime
+
+    class ScheduleFromTable(runtime):  # type: ignore[misc]
+        def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any) -> None:
+            super().__init__(stages, n_microbatches, loss_fn=loss_fn)
+            self._load_csv(str(path), format=form)
+
+    ScheduleFromTable.__name__ = Path(path).name
+    return Table(
+        ScheduleFromTable,
+        num_ranks=len(rows),
+        num_stages=max(action.stage for action in flat) + 1,
+        n_microbatches=1 + max(action.microbatch or 0 for action in flat),
+    )
+
+
+def _rows(path: str | Path) -> Iterator[list[Action]]:
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            for cells in reader:
+                try:
+                    row = [parse(cell) for cell in cells if cell.strip()]
+                except InputError as error:
+                    where = f"{path}:{reader.line_num}"
+                    raise InputError(where, str(error)) from None
+                if not row:
+                    raise InputError(f"{path}:{reader.line_num}", "has no action")
+                yield row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(path, f"cannot be read: {error}") from error
+
+
 # -- schedules by name ---------------------------------------------------------------
 
 
@@ -330,6 +397,11 @@ def torch_schedule(name: str) -> type:
     return known[key]
 
 
+def default_stages_per_rank(schedule: type) -> int:
+    """Two where a rank has several stages, else one."""
+    return 2 if _is_multi(schedule) else 1
+
+
 def default_ranks(schedule: type, num_stages: int) -> int:
-    """Ranks if nobody says how many: one stage each, or two where it has several."""
-    return max(1, num_stages // 2) if _is_multi(schedule) else num_stages
+    """Ranks if nobody says how many."""
+    return max(1, num_stages // default_stages_per_rank(schedule))
