@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ OUT = Path(os.environ.get("PPTRACE_DIR", "pptrace-out")).resolve()
 HANG_AFTER_S = 3.0
 
 
-def start(schedule: str) -> subprocess.Popen[bytes]:
+def start(schedule: str) -> subprocess.Popen[str]:
     """Start the job under torchrun, in a process group of its own."""
     environment = os.environ | {
         "PPTRACE_DIR": str(OUT),
@@ -29,10 +30,34 @@ def start(schedule: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "4", str(HERE / "train_1f1b.py")]
     command += ["--microbatches", "2", "--schedule", schedule]
-    return subprocess.Popen(command, env=environment, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
-def stop(job: subprocess.Popen[bytes]) -> None:
+def show_until(job: subprocess.Popen[str], last: str, timeout: float) -> bool:
+    """Print what a job prints, up to the line that contains ``last`` or its end."""
+    watchdog = threading.Timer(timeout, stop, [job])
+    watchdog.start()
+    assert job.stdout is not None
+    try:
+        for line in job.stdout:
+            if "OMP_NUM_THREADS" in line or line.startswith("****"):
+                continue
+            print(line, end="", flush=True)
+            if last in line:
+                return True
+    finally:
+        watchdog.cancel()
+    return False
+
+
+def stop(job: subprocess.Popen[str]) -> None:
     """End a job and all its ranks, as a user's Ctrl-C would."""
     if job.poll() is None:
         os.killpg(job.pid, signal.SIGTERM)
@@ -60,24 +85,20 @@ def main() -> int:
     say("torch's own 1F1B, 2 microbatches on 4 stages: it hangs ...")
     began = time.time()
     job = start("torch")
-    run = None
     try:
-        while time.time() - began < 60 and job.poll() is None:
-            run = newest_run(began - 1)
-            if run is not None and (run / "report.json").exists():
-                break
-            time.sleep(0.1)
-        time.sleep(0.5)  # let the report reach the screen
+        explained = show_until(job, "pptrace explain", timeout=60)
     finally:
         stop(job)
-    if run is None or not (run / "report.json").exists():
+    run = newest_run(began - 1)
+    if not explained or run is None:
         say("no report appeared: the demo failed")
         return 1
 
     say("the same job with pptrace.schedules.Schedule1F1B trains:")
     fixed = start("fixed")
     try:
-        code = fixed.wait(timeout=60)
+        show_until(fixed, "nothing stops it before its end", timeout=60)
+        code = fixed.wait(timeout=20)
     finally:
         stop(fixed)
     if code != 0:

@@ -119,7 +119,7 @@ class _Trace:
         _write(
             f"wrote {output}: {ranks}, {stats.slices:,} slices of which "
             f"{stats.open_slices:,} never end, {stats.flows:,} arrows, "
-            f"{stats.nbytes / 1e6:.1f} MB\n"
+            f"{stats.nbytes / 1e3:,.0f} kB\n"
             f"open it: drag the file into https://ui.perfetto.dev\n"
         )
         return 0
