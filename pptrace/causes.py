@@ -916,7 +916,7 @@ def _collective_order(scene: Scene, root: Root) -> Cause | None:
             return _crossed(scene, root, hub, by_name)
     ranks_in = {hub: set(scene.graph.collectives(hub)) for hub in hubs}
     if len(hubs) > 1 and root.is_cycle and not any(
-        e.why in (Why.UNPOSTED, Why.IN_CALL, Why.SET_UP) for e in root.inside
+        e.why in (Why.UNPOSTED, Why.IN_CALL, Why.SET_UP, Why.BEHIND) for e in root.inside
     ):
         parts = []
         for hub in hubs:
@@ -967,25 +967,43 @@ def _mixed_cycle(scene: Scene, root: Root) -> Cause:
     entered = scene.graph.collectives(hub)
     group = scene.graph.groups[hub.group]
     missing = [r for r in scene.graph.missing(hub) if r in root.ranks]
+    late = [r for r in scene.graph.late(hub) if r in root.ranks]
     name = next((r.text for r in entered.values()), "a collective")
-    inside = sorted(r for r in entered if entered[r].k == hub.k and r not in missing)
-    parts = []
-    for rank in missing[:4]:
-        blocked = [r for r in scene.graph.blocked(rank) if r.kind is Kind.OP]
-        what = f"waits for {_record_text(blocked[0], scene, rank)}" if blocked else is_text(_activity(scene, scene.states[rank])[0])
-        parts.append(f"r{rank} {what}")
+    inside = sorted(r for r in entered if r not in missing and r not in late)
+    parts = [f"r{rank} {_instead(scene, rank)}" for rank in missing[:4]]
+    parts += [f"r{rank} has queued it behind {_first(scene, rank)}" for rank in late[:4]]
     ahead = _ahead(scene, missing, inside)
+    others = [r for r in (*missing, *late)]
+    verb = "is" if len(inside) == 1 else "are"
+    not_in = "not entered" if missing else "not begun"
     sentence = (
-        f"{names(inside)} {'is' if len(inside) == 1 else 'are'} in {name} #{hub.k} of"
-        f" group {group.label}, which {names(missing)} ha{'s' if len(missing) == 1 else 've'}"
-        f" not entered: {', '.join(parts)}, which is posted only after it{ahead}"
+        (f"{names(inside)} {verb} in " if inside else "nobody can begin ")
+        + f"{name} #{hub.k} of group {group.label}, which {names(others)}"
+        f" ha{'s' if len(others) == 1 else 've'} {not_in}: {', '.join(parts)}, whose"
+        f" partner comes only after it{ahead}"
     )
-    odd = ahead or len(inside) > len(missing)
-    culprits = missing if odd else sorted({*missing, *(r for r in inside if r in root.ranks)})
-    cause = _collective_cause(scene, root, verdicts.COLLECTIVE_VS_P2P, sentence, culprits)
+    odd = ahead or len(inside) > len(others)
+    culprits = set(others) if odd else {*others, *(set(inside) & set(root.ranks))}
+    cause = _collective_cause(
+        scene, root, verdicts.COLLECTIVE_VS_P2P, sentence, culprits
+    )
     cause.fold = (name, hub.k, len(group.ranks))
     cause.place = group.key
     return cause
+
+
+def _instead(scene: Scene, rank: int) -> str:
+    """What a rank does in place of entering a collective."""
+    blocked = [r for r in scene.graph.blocked(rank) if r.kind is Kind.OP]
+    if blocked:
+        return f"waits for {_record_text(blocked[0], scene, rank)}"
+    return is_text(_activity(scene, scene.states[rank])[0])
+
+
+def _first(scene: Scene, rank: int) -> str:
+    """The oldest op that a rank's streams cannot get past."""
+    pending = scene.graph.pending[rank]
+    return _record_text(pending[0], scene, rank) if pending else "its compute stream"
 
 
 def _ahead(scene: Scene, missing: Sequence[int], inside: Sequence[int]) -> str:
@@ -1175,9 +1193,9 @@ def _single(scene: Scene, root: Root, rank: int) -> Cause | None:
         return _nothing_wrong(scene, root)
     if not root.incoming:
         return None
-    for_set_up = all(isinstance(e.source, Hub) and e.source.kind == "set-up" for e in root.incoming)
+    for_set_up = _needs_more_than_peers(scene, root)
     if state.life is Life.EXITED:
-        return (_set_up(scene, root) if for_set_up else _exited(scene, root, state))
+        return _set_up(scene, root) if for_set_up else _exited(scene, root, state)
     if state.life is Life.DISABLED:
         return _untrusted(scene, root)
     if state.action is not None or state.step is not None:
@@ -1186,9 +1204,19 @@ def _single(scene: Scene, root: Root, rank: int) -> Cause | None:
         return _set_up(scene, root)
     if state.last_step is not None:
         return _between_steps(scene, root, state)
-    if any(isinstance(e.source, Hub) for e in root.incoming):
+    if any(e.why is Why.UNPOSTED for e in root.incoming):
+        return _not_posted(scene, root, state)
+    if _hubs(root, "collective"):
         return _not_entered(scene, root)
-    return _not_posted(scene, root, state)
+    return _set_up(scene, root)
+
+
+def _needs_more_than_peers(scene: Scene, root: Root) -> bool:
+    """Whether a group's set-up lacks ranks that no waiting op is about."""
+    peers = {e.op.peer for e in root.incoming if e.why is Why.UNPOSTED}
+    return any(
+        not peers.issuperset(scene.graph.missing(hub)) for hub in _hubs(root, "set-up")
+    )
 
 
 def _waiting_text(root: Root, rank: int, limit: int = 4) -> str:

@@ -54,7 +54,7 @@ _ECHO = re.compile(
     r"|closed the connection|timed? ?out|timeout|socket|recvvalue failed|remote process"
     r"|nccl communicator was aborted|ncclremoteerror|ncclsystemerror|ncclinternalerror"
     r"|watchdog|distbackenderror|distnetworkerror|diststoreerror|peer (has )?(exited|gone)"
-    r"|\[.*gloo.*\]",
+    r"|\[.*gloo.*\]|message truncated",
     re.IGNORECASE,
 )
 """What the end of another rank, or a hang, makes a communication call say."""
@@ -377,6 +377,7 @@ class WaitFor:
         self._entered: dict[int, dict[int, int]] = {}
         self.pending: dict[int, list[Record]] = {}
         self._kernels: dict[Stream, list[list[Record]]] = {}
+        self._todo: list[Stream] = []
         for rank, state in states.items():
             for index, count in state.entered.items():
                 group = self._group_id(rank, state.log.groups[index])
@@ -388,13 +389,14 @@ class WaitFor:
                 continue
             if state.life in (Life.EXITED, Life.DISABLED):
                 continue
+            if state.life is Life.DEAD and not self._was_stuck(state):
+                continue
             for record in self.blocked(rank):
-                age_ns = state.age_ns(record.wait_ns or record.posted_ns)
-                if state.life is Life.DEAD and age_ns < _STUCK_BEFORE_DEATH_NS:
-                    continue
                 # Stuck without a reason is a node, too: the root that nothing explains.
                 self.edges.setdefault(rank, [])
                 self._add_blocked(rank, record)
+        while self._todo:
+            self._expand(self._todo.pop())
 
     # -- what is known of an op ------------------------------------------------------
 
@@ -492,27 +494,25 @@ class WaitFor:
         else:
             stream = self._stream(rank, record)
             self._add(Edge(rank, stream, Why.QUEUE, rank, record))
-            self._expand(stream)
+            self._todo.append(stream)
 
     def _expand(self, stream: Stream) -> None:
         """Edges of a stream: what its first incomplete kernel waits for."""
-        todo = [stream]
-        while todo:
-            stream = todo.pop()
-            if stream in self.edges or not self._kernels.get(stream):
-                continue
-            self.edges[stream] = []
-            head = self._kernels[stream][0]
-            if head[0].kind is Kind.COLLECTIVE:
-                self._add_collective(stream, stream.rank, head[0])
-                continue
-            if head[0].returned_ns == 0:
-                self._add(Edge(stream, stream.rank, Why.IN_CALL, stream.rank, head[0]))
-                continue
+        if stream in self.edges or not self._kernels.get(stream):
+            return
+        self.edges[stream] = []
+        head = self._kernels[stream][0]
+        if self._has_gone(stream.rank, None):
+            self._add(Edge(stream, stream.rank, Why.GONE, stream.rank, head[0]))
+        elif head[0].kind is Kind.COLLECTIVE:
+            self._add_collective(stream, stream.rank, head[0])
+        elif head[0].returned_ns == 0:
+            self._add(Edge(stream, stream.rank, Why.IN_CALL, stream.rank, head[0]))
+        else:
             if self._follows_wait(stream, head[0]):
                 self._add(Edge(stream, stream.rank, Why.COMPUTE, stream.rank, head[0]))
             for record in head:
-                todo += self._add_head_op(stream, record)
+                self._add_head_op(stream, record)
 
     def _follows_wait(self, stream: Stream, head: Record) -> bool:
         """Whether its compute stream waited for another stream when it was posted."""
@@ -524,7 +524,7 @@ class WaitFor:
             for r in self.blocked(stream.rank)
         )
 
-    def _add_head_op(self, stream: Stream, record: Record) -> Iterable[Stream]:
+    def _add_head_op(self, stream: Stream, record: Record) -> None:
         rank, peer = stream.rank, record.peer
         matched, other = self.partner(rank, record)
         if matched is _Matched.NO:
@@ -539,11 +539,18 @@ class WaitFor:
             elif other.returned_ns == 0:
                 self._add(Edge(stream, peer, Why.IN_CALL, rank, record, other))
             elif not other.done_ns:
-                queue = self._stream(peer, other)
-                if not self._is_head(queue, other) or self._follows_wait(queue, other):
-                    self._add(Edge(stream, queue, Why.BEHIND, rank, record, other))
-                    return [queue]
-        return []
+                self._add_behind(stream, rank, record, peer, other)
+
+    def _add_behind(
+        self, source: Node, rank: int, record: Record, peer: int, other: Record
+    ) -> None:
+        """An edge to the stream of ``other`` if that has to wait for its turn."""
+        queue = self._stream(peer, other)
+        if not self._is_head(queue, other) or self._follows_wait(queue, other):
+            self._add(Edge(source, queue, Why.BEHIND, rank, record, other))
+            self._todo.append(queue)
+        elif (state := self.states[peer]).is_over and not state.is_echo:
+            self._add(Edge(source, peer, Why.GONE, rank, record, other))
 
     def _has_gone(self, peer: int, partner: Record | None) -> bool:
         """Whether the rank ended with its side of a matched op incomplete."""
@@ -552,8 +559,18 @@ class WaitFor:
             state is not None
             and state.is_over
             and not state.is_echo
+            and not self._was_stuck(state)
             and (partner is None or not partner.done_ns)
         )
+
+    def _was_stuck(self, state: RankState) -> bool:
+        """Whether it died, but long after it had got stuck."""
+        if state.life is not Life.DEAD:
+            return False
+        ages = [
+            state.age_ns(r.wait_ns or r.posted_ns) for r in self.blocked(state.rank)
+        ]
+        return max(ages, default=0) >= _STUCK_BEFORE_DEATH_NS
 
     def _is_head(self, stream: Stream, record: Record) -> bool:
         kernels = self._kernels.get(stream)
@@ -656,6 +673,14 @@ class WaitFor:
             if other not in self.states or self.states[other].log.incomplete:
                 why = Why.UNKNOWN
             self._add(Edge(hub, other, why, rank, record))
+        for other, theirs in self.collectives(hub).items():
+            if theirs.returned_ns and not theirs.done_ns:
+                self._add_behind(hub, rank, record, other, theirs)
+
+    def late(self, hub: Hub) -> list[int]:
+        """Ranks that entered a collective but have its kernel queued behind others."""
+        edges = self.edges.get(hub, [])
+        return sorted(e.target.rank for e in edges if isinstance(e.target, Stream))
 
     def missing(self, hub: Hub) -> list[int]:
         """Ranks of the group that have not come."""
