@@ -8,6 +8,7 @@ one).
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -314,6 +315,12 @@ def _steps(
             _update(copies)
 
 
+def _scaling(cls: type, case: Case) -> dict[str, bool]:
+    """Torch 2.6 never scales, and has no such argument."""
+    known = "scale_grads" in inspect.signature(cls).parameters
+    return {"scale_grads": case.scale_grads} if known else {}
+
+
 def run_case(case: Case) -> Outcome:
     """Run one case on this rank; every rank must call it with the same case."""
     group = dist.new_group(list(range(dist.get_world_size())))
@@ -331,7 +338,7 @@ def run_case(case: Case) -> Outcome:
             stages[0] if single else stages,
             n_microbatches=case.n,
             loss_fn=loss_fn if case.loss else None,
-            **({} if case.scale_grads else {"scale_grads": False}),
+            **_scaling(cls, case),
             **({"defer_pp_recv": True} if case.defer else {}),
         )
         _steps(case, schedule, stages, blocks, copies, outcome, counter)

@@ -27,16 +27,22 @@ __all__ = [
     "forward_options",
     "initialize_stage",
     "loses_works",
+    "no_start_up_ops_to_self",
     "pipeline_order",
     "post",
     "prepare_with_comms",
     "reduce_gradients",
+    "scaled_once",
+    "set_stage_to_rank",
     "stage_edges",
     "torch_actions",
 ]
 
 loses_works = not hasattr(torch_schedules, "_wait_batch_p2p")
 """2.6 and 2.7: ``_batch_p2p`` keeps the last work only; on gloo the others are lost."""
+
+
+_knows_reduce = hasattr(torch_schedules._ComputationType, "REDUCE_GRAD")  # 2.10
 
 
 @functools.cache
@@ -144,13 +150,12 @@ def pipeline_order(programs: Programs) -> dict[int, list[Any]] | None:
     """Compute actions as torch's values, for its visualizer; None before 2.8."""
     if not hasattr(torch_schedules.PipelineScheduleSingle, "_get_pipeline_order"):
         return None
-    knows_reduce = hasattr(torch_schedules._ComputationType, "REDUCE_GRAD")  # 2.10
     return torch_actions(
         {
             rank: [
                 action
                 for action in compute_only(program)
-                if knows_reduce or action.microbatch is not None
+                if _knows_reduce or action.microbatch is not None
             ]
             for rank, program in programs.items()
         }
@@ -170,6 +175,50 @@ def prepare_with_comms(schedule: Any, orders: dict[int, list[Any]]) -> None:
     """Let torch add sends, receives and FSDP's actions (renamed in 2.9)."""
     name = "_prepare_schedule_with_comms"
     getattr(schedule, name if hasattr(schedule, name) else "_load_actions")(orders)
+
+
+def set_stage_to_rank(schedule: Any, mapping: dict[int, int]) -> None:
+    """Say where each stage is: in 2.6 the V-shaped schedule leaves that to the user."""
+    schedule.stage_index_to_group_rank = mapping
+    for stage in schedule._stages:
+        stage.stage_index_to_group_rank = mapping
+
+
+@contextlib.contextmanager
+def scaled_once(schedule: Any) -> Iterator[None]:
+    """Scale gradients after the step: 2.7 to 2.9 forget it where W is split off."""
+    scale = getattr(schedule, "scale_grads", False)
+    if not scale or _knows_reduce:
+        yield
+        return
+    schedule.scale_grads = False
+    try:
+        yield
+    finally:
+        schedule.scale_grads = scale
+    for stage in schedule._stages:
+        stage.scale_grads(schedule._n_microbatches)
+
+
+@contextlib.contextmanager
+def no_start_up_ops_to_self(stages: list[Any]) -> Iterator[None]:
+    """From 2.9 the start-up of V-shaped schedules has ops from a rank to itself.
+
+    gloo refuses those. 2.12 and later make them only for stages of other classes.
+    """
+    name = "_get_init_p2p_neighbors_ops"
+    changed = [stage for stage in stages if hasattr(stage, name)]
+
+    def without_own(stage: Any, make: Callable[[], list[dist.P2POp]]) -> Any:
+        return lambda: [op for op in make() if op.group_peer != stage.group_rank]
+
+    for stage in changed:
+        setattr(stage, name, without_own(stage, getattr(stage, name)))
+    try:
+        yield
+    finally:
+        for stage in changed:
+            delattr(stage, name)
 
 
 def add_unshard(orders: dict[int, list[Any]]) -> dict[int, list[Any]]:
@@ -192,14 +241,15 @@ def all_works_kept() -> Iterator[None]:
     if not loses_works:
         yield
         return
-    original = torch_schedules._batch_p2p
+    module: Any = torch_schedules
+    original = module._batch_p2p
 
     def keep_all(ops: list[dist.P2POp], desc: str | None = None) -> _Works:
         works = [original([op], desc=desc) for op in ops]
         return _Works(work for work in works if work is not None)
 
-    torch_schedules._batch_p2p = keep_all
+    module._batch_p2p = keep_all
     try:
         yield
     finally:
-        torch_schedules._batch_p2p = original
+        module._batch_p2p = original

@@ -22,6 +22,7 @@ from pptrace.schedules.actions import (
     keep_microbatches,
     lower,
     parse,
+    stage_to_rank_of,
 )
 from pptrace.schedules.single import check_n_microbatches
 
@@ -55,7 +56,7 @@ def _any(n: int, num_ranks: int) -> int:
     return n
 
 
-class _ByOrders(torch_schedules._PipelineScheduleRuntime):  # type: ignore[misc]
+class _ByOrders(torch_schedules._PipelineScheduleRuntime):
     """A multi-stage schedule of torch's with another order of actions.
 
     Up to torch 2.9 most multi-stage schedules do not run on torch's runtime but step by
@@ -85,6 +86,7 @@ class _ByOrders(torch_schedules._PipelineScheduleRuntime):  # type: ignore[misc]
             for rank, order in _parsed(self.pipeline_order).items()
         }
         self.pipeline_order = _compat.torch_actions(orders)
+        _compat.set_stage_to_rank(self, stage_to_rank_of(orders))
         _compat.prepare_with_comms(self, self.pipeline_order)
         if getattr(self, "_defer_pp_recv", False):
             self.pipeline_order_with_comms = _compat.torch_actions(
@@ -100,6 +102,10 @@ class _ByOrders(torch_schedules._PipelineScheduleRuntime):  # type: ignore[misc]
         deferred = getattr(self, "_defer_pp_recv", False)
         return _compat.torch_actions(lower(_parsed(unsharded), deferred=deferred))
 
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        with _compat.no_start_up_ops_to_self(self._stages):
+            super()._initialize_stages(*args, **kwargs)
+
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
         """Run one step; where nothing has a gradient, its forwards alone.
 
@@ -108,7 +114,8 @@ class _ByOrders(torch_schedules._PipelineScheduleRuntime):  # type: ignore[misc]
         """
         with _compat.all_works_kept():
             if self._has_backward:
-                super()._step_microbatches(*args, **kwargs)
+                with _compat.scaled_once(self):
+                    super()._step_microbatches(*args, **kwargs)
                 return
             whole = self.pipeline_order_with_comms
             self.pipeline_order_with_comms = self._forward_program
@@ -183,10 +190,14 @@ class ScheduleZBVZeroBubble(_ByOrders, torch_schedules.ScheduleZBVZeroBubble):
     __init__ = _constructor(torch_schedules.ScheduleZBVZeroBubble.__init__, _any)
 
 
-class ScheduleDualPipeV(_ByOrders, torch_schedules.ScheduleDualPipeV):
-    """DualPipeV for fewer microbatches than stages too, and for evaluation.
+if hasattr(torch_schedules, "ScheduleDualPipeV"):  # 2.9
 
-    Fewer are ordered as the first ones of as many as there are stages.
-    """
+    class ScheduleDualPipeV(_ByOrders, torch_schedules.ScheduleDualPipeV):
+        """DualPipeV for fewer microbatches than stages too, and for evaluation.
 
-    __init__ = _constructor(torch_schedules.ScheduleDualPipeV.__init__, at_least_stages)
+        Fewer are ordered as the first ones of as many as there are stages.
+        """
+
+        __init__ = _constructor(
+            torch_schedules.ScheduleDualPipeV.__init__, at_least_stages
+        )

@@ -27,7 +27,7 @@ from pptrace.schedules.actions import (
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["Schedule1F1B", "ScheduleGPipe", "check_n_microbatches"]
+__all__ = ["ForwardOnly", "Schedule1F1B", "ScheduleGPipe", "check_n_microbatches"]
 
 
 def check_n_microbatches(n_microbatches: int) -> None:
@@ -209,7 +209,8 @@ def _constructor(torch_init: Callable[..., None]) -> Callable[..., None]:
         torch_init(self, stage, n_accepted, *args, **kwargs)
         if n_accepted != n_microbatches:
             self._n_microbatches = n_microbatches
-            self.pipeline_order = self._get_pipeline_order()
+            if hasattr(self, "_get_pipeline_order"):  # 2.8, and ours always
+                self.pipeline_order = self._get_pipeline_order()
 
     return __init__
 
@@ -236,3 +237,13 @@ class ScheduleGPipe(_ByActions, torch_schedules.ScheduleGPipe):
 
     _order = staticmethod(order_gpipe)
     __init__ = _constructor(torch_schedules.ScheduleGPipe.__init__)
+
+
+class _ScheduleForwardOnly(torch_schedules._ScheduleForwardOnly):
+    """Torch's own, minus the refusal of n < stages in torch 2.7 to 2.10."""
+
+    __init__ = _constructor(torch_schedules._ScheduleForwardOnly.__init__)
+
+
+ForwardOnly = _ScheduleForwardOnly
+"""The same under a name that can be imported; torch's own name is private."""
