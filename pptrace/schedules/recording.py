@@ -167,7 +167,8 @@ class _Run:
     def _construct(self, stages: list[StubStage]) -> Any:
         setup = self._setup
         options = dict(setup.options)
-        if "loss_fn" in inspect.signature(self._class).parameters:
+        accepted = inspect.signature(self._class).parameters.values()
+        if any(p.name == "loss_fn" or p.kind is p.VAR_KEYWORD for p in accepted):
             options.setdefault("loss_fn", lambda *_, **__: _LOSS)
         target: Any = stages if self._is_multi else stages[0]
         try:
