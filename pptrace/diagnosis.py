@@ -9,32 +9,37 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from pptrace import causes, verdicts
-from pptrace.causes import Cause, Scene
-from pptrace.matching import ChannelView, Pair, match
+from pptrace import causes, differences, holders, verdicts
+from pptrace.matching import match
 from pptrace.records import (
     NONE,
     Direction,
     Flag,
     Kind,
-    Pass,
     RankLog,
     Record,
-    ScheduleRun,
-    Signature,
     Transport,
 )
 from pptrace.report import Finding, OpView, RankView, Report, WaitEdge
-from pptrace.waitfor import Hub, Life, RankState, Root, WaitFor, observe
+from pptrace.scene import (
+    Cause,
+    Scene,
+    doing,
+    edge_text,
+    headline,
+    names,
+    op_text,
+    owed_text,
+)
+from pptrace.states import Life, observe
+from pptrace.waitfor import Root, WaitFor
 
 __all__ = ["diagnose"]
 
-_MAX_BLAST = 64
-"""Roots whose victims are followed one by one; a job has far fewer real faults."""
 _MAX_CHAIN = 16
 _MAX_WAITS = 20_000
 
@@ -64,14 +69,16 @@ def diagnose(
     scene = Scene(states, graph, views, now_ns, trigger)
     findings, culprits = _findings(scene)
     world = max((log.world_size for log in logs.values()), default=0)
-    mismatched = _mismatches(scene)
+    mismatched = differences.mismatches(scene)
     return Report(
         run=run,
         created=_iso(now_ns),
         world_size=max(world, max(logs, default=-1) + 1),
         findings=findings,
         ranks=_rank_views(scene, world, findings),
-        pending=_pending(scene, {(p.send.rank, p.send.record.seq) for p, _ in mismatched}),
+        pending=_pending(
+            scene, {(p.send.rank, p.send.record.seq) for p, _ in mismatched}
+        ),
         waits=_waits(scene),
         chain=_chain(scene, findings, culprits),
         problems=tuple(problems),
@@ -109,12 +116,17 @@ def _environment(logs: Mapping[int, RankLog]) -> dict[str, object]:
 def _findings(scene: Scene) -> tuple[tuple[Finding, ...], set[int]]:
     """All findings, the verdict first, and the culprits of the verdict."""
     roots = scene.graph.roots()
-    found = [*_config(scene), *_ended(scene)]
-    configured = {r for c in found if c.code == verdicts.CONFIG_DIFFERS for r in c.nodes}
+    found = [*differences.settings(scene), *_ended(scene)]
+    configured = {
+        r for c in found if c.code == verdicts.CONFIG_DIFFERS for r in c.nodes
+    }
     explained = [c for root in roots if (c := _explain(scene, root, configured))]
-    found += _merge(explained)
-    found += _payloads(scene) + _silent_conflicts(scene)
-    if not any(c.severity == "error" for c in found):
+    found += _merge(scene, explained)
+    found += differences.payloads(scene) + differences.silent_conflicts(scene)
+    if any(c.severity == "error" for c in found):
+        # Something is wrong after all, so what merely stands still is no riddle.
+        found = [c for c in found if c.code != verdicts.NO_MISMATCH]
+    else:
         found += _echoes(scene)
     if not found:
         found += _from_outside(scene)
@@ -135,7 +147,9 @@ def _to_finding(cause: Cause) -> Finding:
         code=cause.code,
         name=verdict.name,
         severity=cause.severity,
-        sentence=sentence[:1].lower() + sentence[1:] if sentence[:2] == "R" else sentence,
+        sentence=sentence[:1].lower() + sentence[1:]
+        if sentence[:2] == "R"
+        else sentence,
         culprits=tuple(sorted(cause.culprits)),
         victims=tuple(sorted(cause.victims)),
         evidence=cause.evidence,
@@ -155,12 +169,14 @@ def _ended(scene: Scene) -> list[Cause]:
     """Ranks that raised or died: culprits, whether somebody waits already or not."""
     states = scene.states.values()
     found = [
-        causes.raised(scene, s) for s in states if s.life is Life.RAISED and not s.is_echo
+        holders.raised(scene, s)
+        for s in states
+        if s.life is Life.RAISED and not s.is_echo
     ]
     dead = [s for s in states if s.life is Life.DEAD]
     if dead and len(dead) == len(scene.states) and not _anything_open(scene):
         return found  # all left without a word, with nothing open: os._exit at the end
-    return found + [causes.died(scene, s) for s in dead]
+    return found + [holders.died(scene, s) for s in dead]
 
 
 def _anything_open(scene: Scene) -> bool:
@@ -175,7 +191,7 @@ def _echoes(scene: Scene) -> list[Cause]:
     echoes = [s for s in scene.states.values() if s.life is Life.RAISED and s.is_echo]
     if not echoes:
         return []
-    return [causes.raised(scene, min(echoes, key=lambda s: s.until_ns))]
+    return [holders.raised(scene, min(echoes, key=lambda s: s.until_ns))]
 
 
 def _from_outside(scene: Scene) -> list[Cause]:
@@ -183,9 +199,9 @@ def _from_outside(scene: Scene) -> list[Cause]:
     if not ended:
         return []
     first = min(ended, key=lambda s: s.until_ns)
-    by = first.log.terminated_by or causes._headline(first.exception)
+    by = first.log.terminated_by or headline(first.exception)
     sentence = (
-        f"{causes.names([s.rank for s in ended])} ended by {by} from outside while the"
+        f"{names([s.rank for s in ended])} ended by {by} from outside while the"
         " job was making progress; nothing was stuck"
     )
     return [
@@ -193,7 +209,7 @@ def _from_outside(scene: Scene) -> list[Cause]:
     ]
 
 
-def _merge(found: list[Cause]) -> list[Cause]:
+def _merge(scene: Scene, found: list[Cause]) -> list[Cause]:
     """One finding where several roots show the same thing."""
     kept: list[Cause] = []
     seen: set[tuple[object, ...]] = set()
@@ -202,21 +218,27 @@ def _merge(found: list[Cause]) -> list[Cause]:
         if cause.code == verdicts.NO_MISMATCH:
             quiet.append(cause)
             continue
-        key = (cause.code, cause.culprits, cause.sentence if not cause.culprits else "")
+        key: tuple[object, ...] = (
+            cause.code,
+            cause.culprits,
+            cause.sentence if not cause.culprits else "",
+        )
         if cause.code == verdicts.SETUP_IN_PROGRESS:
             key = (cause.code, cause.fold)
         if key not in seen:
             seen.add(key)
             kept.append(cause)
-    if quiet and not any(c.severity == "error" for c in kept):
-        kept.append(_no_mismatch(quiet))
+    if quiet:
+        kept.append(_no_mismatch(scene, quiet))
     return kept
 
 
-def _no_mismatch(quiet: list[Cause]) -> Cause:
+def _no_mismatch(scene: Scene, quiet: list[Cause]) -> Cause:
     ranks = sorted({r for c in quiet for r in c.victims})
+    if any(scene.states[r].log.incomplete for r in ranks):
+        return holders.doubtful(scene, ranks)
     sentence = (
-        f"no logical mismatch found: everything that {causes.names(ranks) if ranks else 'the ranks'}"
+        f"no logical mismatch found: everything that {names(ranks) if ranks else 'the ranks'}"
         " wait for is posted on both sides; missing, extra, misordered or misgrouped ops"
         " and ended ranks are ruled out, the network, the GPUs and very large unequal"
         " batches are not"
@@ -232,7 +254,11 @@ def _fold(found: list[Cause]) -> list[Cause]:
     """Fold the same fault of several replicas into one finding with a count."""
     groups: dict[object, list[Cause]] = {}
     for number, cause in enumerate(found):
-        key = (cause.code, cause.severity, cause.fold) if cause.fold and cause.place else number
+        key = (
+            (cause.code, cause.severity, cause.fold)
+            if cause.fold and cause.place is not None
+            else number
+        )
         groups.setdefault(key, []).append(cause)
     folded = []
     for same in groups.values():
@@ -244,7 +270,7 @@ def _fold(found: list[Cause]) -> list[Cause]:
         first, others = same[0], same[1:]
         culprits = {r for c in same for r in c.culprits}
         victims = {r for c in same for r in c.victims} - culprits
-        rest = causes.names([r for c in others for r in c.culprits])
+        rest = names([r for c in others for r in c.culprits])
         times = "1 other place" if len(others) == 1 else f"{len(others)} other places"
         folded.append(
             replace(
@@ -255,209 +281,6 @@ def _fold(found: list[Cause]) -> list[Cause]:
             )
         )
     return folded
-
-
-# -- settings --------------------------------------------------------------------------
-
-
-def _config(scene: Scene) -> list[Cause]:
-    """Settings that the ranks of one pipeline do not share."""
-    pipelines: dict[object, dict[int, list[ScheduleRun]]] = {}
-    for rank, state in scene.states.items():
-        for run in state.log.schedules:
-            pipelines.setdefault(run.group, {}).setdefault(rank, []).append(run)
-    found = []
-    for key, members in pipelines.items():
-        cause = _pipeline_config(scene, key, members)
-        if cause is not None:
-            found.append(cause)
-    return found
-
-
-_SETTINGS = (
-    ("schedule", lambda run: run.name),
-    ("n_microbatches", lambda run: run.n_microbatches),
-    ("number of stages", lambda run: run.num_stages),
-    ("stage→rank map", lambda run: tuple(sorted(run.stage_to_rank.items()))),
-)
-
-
-def _pipeline_config(
-    scene: Scene, key: object, members: dict[int, list[ScheduleRun]]
-) -> Cause | None:
-    shared = min(map(len, members.values()))
-    for place in range(shared):
-        for name, get in _SETTINGS:
-            values: dict[object, list[int]] = {}
-            for rank, runs in members.items():
-                value = get(runs[place])
-                if value or value == 0 and name != "number of stages":
-                    values.setdefault(value, []).append(rank)
-            if len(values) > 1:
-                return _differs(scene, key, members, name, values)
-    return None
-
-
-def _differs(
-    scene: Scene,
-    key: object,
-    members: dict[int, list[ScheduleRun]],
-    name: str,
-    values: dict[object, list[int]],
-) -> Cause:
-    most = max(map(len, values.values()))
-    odd = [r for ranks in values.values() if len(ranks) < most for r in ranks]
-    culprits = tuple(sorted(odd or members))
-    said = ", ".join(
-        f"{causes.names(ranks)}: {name} {value}"
-        for value, ranks in sorted(values.items(), key=lambda item: item[1])
-    )
-    kind = next(iter(members.values()))[0].name
-    sentence = f"the ranks of one pipeline ({kind}) disagree on {name}: {said}"
-    waiting = _first_unscheduled(scene, members) if name == "n_microbatches" else ""
-    held = {r for r in members if scene.graph.edges.get(r)}
-    held |= set(scene.graph.victims(culprits))
-    return Cause(
-        verdicts.CONFIG_DIFFERS, "error", sentence + waiting, culprits,
-        tuple(sorted(held - set(culprits))),
-        tuple(f"r{r}: {_run_text(runs[-1])}" for r, runs in sorted(members.items())[:8]),
-        fold=(name, tuple(map(str, values))), place=key, nodes=tuple(members),
-    )  # fmt: skip
-
-
-def _run_text(run: ScheduleRun) -> str:
-    return (
-        f"{run.name}, n_microbatches={run.n_microbatches}, {run.num_stages} stages"
-        + (f", own stages {', '.join(map(str, run.stages))}" if run.stages else "")
-        + (f", {run.metadata} metadata" if run.metadata else "")
-    )
-
-
-def _first_unscheduled(scene: Scene, members: dict[int, list[ScheduleRun]]) -> str:
-    """An op that waits for a microbatch its peer never scheduled."""
-    for rank in sorted(members):
-        for record in scene.graph.pending.get(rank, []):
-            runs = members.get(record.peer)
-            if runs and record.microbatch >= runs[-1].n_microbatches:
-                return (
-                    f"; r{rank} waits for {causes.op_text(record)}, and r{record.peer}"
-                    f" scheduled {runs[-1].n_microbatches} microbatches"
-                )
-    return ""
-
-
-# -- payloads --------------------------------------------------------------------------
-
-
-def _mismatches(scene: Scene) -> list[tuple[Pair, str]]:
-    """First pair of each channel whose payloads differ, with the kind of difference."""
-    found = []
-    for view in scene.views.values():
-        for pair in view.pairs():
-            code = _difference(pair.send.record, pair.recv.record)
-            if code:
-                found.append((pair, code))
-                break
-    return found
-
-
-def _difference(send: Record, recv: Record) -> str:
-    a, b = send.signature, recv.signature
-    if send.numel != recv.numel:
-        return verdicts.SIZE_DIFFERS
-    if a.dtype and b.dtype and a.dtype != b.dtype:
-        return verdicts.DTYPE_DIFFERS
-    if a.shape != b.shape:
-        # A flat buffer on one side is common and harmless: the elements keep their order.
-        both = len(a.shape) > 1 and len(b.shape) > 1
-        squeezed = _squeeze(a.shape) == _squeeze(b.shape)
-        return verdicts.SHAPE_DIFFERS if both and not squeezed else ""
-    if _layout(a) != _layout(b):
-        return verdicts.STRIDES_DIFFER
-    return ""
-
-
-def _squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(size for size in shape if size != 1)
-
-
-def _layout(signature: Signature) -> tuple[int, ...]:
-    """Strides that matter: those of dimensions with more than one element."""
-    pairs = zip(signature.shape, signature.strides, strict=False)
-    return tuple(stride for size, stride in pairs if size > 1)
-
-
-def _payloads(scene: Scene) -> list[Cause]:
-    found = []
-    for pair, code in _mismatches(scene):
-        send, recv = pair.send.record, pair.recv.record
-        if causes.first_conflict(scene.views[pair.channel]) is not None:
-            continue  # the two are not meant for each other: said elsewhere
-        found.append(_payload(scene, pair, code, _count(scene.views[pair.channel])))
-        del send, recv
-    return found
-
-
-def _count(view: ChannelView) -> tuple[int, int]:
-    """Pairs of a channel that differ, and pairs seen."""
-    pairs = list(view.pairs())
-    return sum(bool(_difference(p.send.record, p.recv.record)) for p in pairs), len(pairs)
-
-
-def _payload(scene: Scene, pair: Pair, code: str, counts: tuple[int, int]) -> Cause:
-    send, recv = pair.send.record, pair.recv.record
-    src, dst = pair.channel.src, pair.channel.dst
-    both = (_payload_text(send), _payload_text(recv))
-    if code == verdicts.STRIDES_DIFFER:
-        both = tuple(  # type: ignore[assignment]
-            f"{text} strides {r.signature.strides}" for text, r in zip(both, (send, recv))
-        )
-    step = f" in step {send.step}" if send.step > 0 else ""
-    sentence = (
-        f"{causes.op_text(send)} of r{src} has {both[0]} but {causes.op_text(recv)} of"
-        f" r{dst} expects {both[1]}{step}"
-    )
-    if code == verdicts.SIZE_DIFFERS:
-        sentence += ": nothing checks this on NCCL, the data is wrong or the op hangs"
-        rows = {s.signature.shape[:1] for s in (send, recv)}
-        rest = {s.signature.shape[1:] for s in (send, recv)}
-        if len(rows) == 2 and len(rest) == 1 and send.pass_ is not Pass.UNKNOWN:
-            sentence += "; the batch does not divide evenly into microbatches, or its size changed"
-    evidence = (
-        f"{counts[0]} of {counts[1]} pairs seen on this channel differ; the first is k={pair.k}",
-        f"r{src}: {causes.op_text(send)}, {both[0]}, {causes.edge_text(src, send)}",
-        f"r{dst}: {causes.op_text(recv)}, {both[1]}, {causes.edge_text(dst, recv)}",
-    )
-    stuck = not scene.graph.is_complete(dst, recv) and _is_waited_long(scene, dst, recv)
-    return Cause(
-        code, "error" if stuck and code == verdicts.SIZE_DIFFERS else "warning",
-        sentence, (src,), (dst,), evidence,
-        at_ns=scene.wall_ns(src, send),
-        fold=(send.label, both), place=pair.channel,
-    )  # fmt: skip
-
-
-def _is_waited_long(scene: Scene, rank: int, record: Record) -> bool:
-    return scene.age_s(rank, record) > (0.2 if scene.trigger else 5.0)
-
-
-def _payload_text(record: Record) -> str:
-    return f"{record.signature} ({record.numel} elements, {record.nbytes} bytes)"
-
-
-def _silent_conflicts(scene: Scene) -> list[Cause]:
-    """Pairs that mean different things although nothing hangs on them."""
-    found = []
-    for view in scene.views.values():
-        src, dst = view.channel.src, view.channel.dst
-        if (src, dst) in scene.blamed or view.incomplete:
-            continue
-        pair = causes.first_conflict(view)
-        if pair is not None:
-            cause = causes.divergence(scene, view, pair)
-            cause.severity = "warning"
-            found.append(cause)
-    return found
 
 
 # -- what each rank does -----------------------------------------------------------------
@@ -475,16 +298,14 @@ def _rank_views(
                 if roles.get(rank) != "culprit":
                     roles[rank] = role
     last = max([world, *(r + 1 for r in scene.states)])
-    return tuple(
-        _rank_view(scene, rank, roles.get(rank, "")) for rank in range(last)
-    )
+    return tuple(_rank_view(scene, rank, roles.get(rank, "")) for rank in range(last))
 
 
 def _rank_view(scene: Scene, rank: int, role: str) -> RankView:
     state = scene.states.get(rank)
     if state is None:
         return RankView(rank, Life.MISSING.value, "no black box", None, role)
-    text, since = causes.doing(scene, rank)
+    text, since = doing(scene, rank)
     run = scene.schedule(rank)
     return RankView(
         rank=rank,
@@ -514,10 +335,13 @@ def _pending(scene: Scene, mismatched: set[tuple[int, int]]) -> tuple[OpView, ..
     views = []
     for rank, records in scene.graph.pending.items():
         state = scene.states[rank]
-        if state.life is Life.RAISED and not state.is_echo:
-            # Its waits ended with it; what it left unmatched is still worth a line.
-            records = [r for r in records if scene.graph.is_unposted(rank, r)]
-        views += [_op_view(scene, rank, r, mismatched) for r in records]
+        # The waits of a rank that raised ended with it; what it left unmatched counts.
+        is_over = state.life is Life.RAISED and not state.is_echo
+        views += [
+            _op_view(scene, rank, r, mismatched)
+            for r in records
+            if not is_over or scene.graph.is_unposted(rank, r)
+        ]
     return tuple(sorted(views, key=lambda v: _REASONS.index(v.reason)))
 
 
@@ -529,7 +353,7 @@ def _op_view(
         rank=rank,
         direction="isend" if record.direction is Direction.SEND else "irecv",
         peer=record.peer,
-        edge=causes.edge_text(rank, record),
+        edge=edge_text(rank, record),
         label=record.label,
         stage=None if record.stage == NONE else record.stage,
         microbatch=None if record.microbatch == NONE else record.microbatch,
@@ -542,7 +366,7 @@ def _op_view(
         transport="group" if record.transport is Transport.GROUP else "pair",
         coalesced=bool(record.flags & Flag.COALESCED),
         batch=record.batch,
-        batch_ops=tuple(causes.op_text(r) for r in scene.batch(rank, record)),
+        batch_ops=tuple(op_text(r) for r in scene.batch(rank, record)),
         k=record.k,
         group=record.group.label if record.group is not None else "",
         desc=record.text,
@@ -557,7 +381,7 @@ def _reason(
     in_call = record.returned_ns == 0
     where = "the host is inside the call" if in_call else ""
     if scene.graph.is_unposted(rank, record):
-        owed = f"r{record.peer} has not posted {causes.owed_text(rank, record)}"
+        owed = f"r{record.peer} has not posted {owed_text(rank, record)}"
         return "unmatched", f"{owed}; {where}" if where else owed
     if (rank, record.seq) in mismatched:
         return "mismatch", where
@@ -587,8 +411,8 @@ def _why(waiter: int, op: Record, holder: int) -> str:
     if op.kind is Kind.COLLECTIVE:
         return f"r{waiter} is in {op.text} #{op.k}, which r{holder} has not entered"
     if op.peer == holder:
-        return f"r{waiter} waits for {causes.op_text(op)}"
-    return f"r{waiter} sets up the communicator of {causes.op_text(op)}, and r{holder} has not come"
+        return f"r{waiter} waits for {op_text(op)}"
+    return f"r{waiter} sets up the communicator of {op_text(op)}, and r{holder} has not come"
 
 
 def _chain(
@@ -617,7 +441,7 @@ def _chain(
     if around:
         lines += [line for line in around if line not in lines]
     elif last in scene.states:
-        text, since = causes.doing(scene, last)
+        text, since = doing(scene, last)
         lasting = f" for {since:.1f} s" if since is not None else ""
         lines.append(f"r{last}: {text}{lasting}")
     else:
@@ -660,6 +484,8 @@ def _onward(
     while rank not in seen and rank in outgoing and len(lines) < _MAX_CHAIN:
         seen.add(rank)
         ways = outgoing[rank]
-        rank, why = next((w for w in ways if w[0] in goals and w[0] not in seen), ways[0])
+        rank, why = next(
+            (w for w in ways if w[0] in goals and w[0] not in seen), ways[0]
+        )
         lines.append(why)
     return lines

@@ -50,7 +50,9 @@ from pptrace.simulation import (
 
 SECOND = 1_000_000_000
 START = 1_700_000_000 * SECOND
-_OP = re.compile(r"([SRsr]) ([\w.]+)(?:\[(\d)\])?([<>])(\d+)(?:@(\w+))?((?: \w+=\S+)*)$")
+_OP = re.compile(
+    r"([SRsr]) ([\w.]+)(?:\[(\d)\])?([<>])(\d+)(?:@(\w+))?((?: \w+=\S+)*)$"
+)
 _LABEL = re.compile(r"([FBIW])(\d+)$")
 
 
@@ -85,9 +87,11 @@ class Rank:
         self.ended = False
 
     def now(self) -> int:
+        """The time of this rank's clock, one tick on."""
         return self.base + self.job.tick()
 
     def add(self, kind: Kind, **fields: Any) -> Record:
+        """Write one record."""
         record = Record(len(self.log.records) + 1, kind, self.now(), **fields)
         self.log.records.append(record)
         self.log.progress_ns = record.posted_ns
@@ -103,6 +107,7 @@ class Rank:
             self.ended = True
 
     def take(self, word: str, thread: int) -> Iterator[Step]:
+        """Take one word of a program."""
         if word.startswith("{"):
             yield from self.post(_split(word[1:-1], ","), True, thread)
         elif _OP.match(word):
@@ -129,6 +134,7 @@ class Rank:
             self.action(word, thread).done_ns = self.now()
 
     def action(self, word: str, thread: int) -> Record:
+        """Begin an action."""
         pass_, microbatch = _label(word)
         self.context |= {"pass_": pass_, "microbatch": microbatch}
         return self.add(
@@ -137,6 +143,7 @@ class Rank:
         )  # fmt: skip
 
     def begin_step(self, word: str) -> None:
+        """Begin a step or an evaluation."""
         kind, number, *rest = word.split()
         fields = dict(part.split("=") for part in rest)
         run = self.log.schedules[int(fields.get("schedule", 0))]
@@ -147,6 +154,7 @@ class Rank:
         )  # fmt: skip
 
     def fail(self, word: str) -> Iterator[Step]:
+        """Raise, or catch and go on."""
         how, _, text = word.partition(" ")
         pass_ = self.context.get("pass_", Pass.UNKNOWN)
         self.add(
@@ -159,6 +167,7 @@ class Rank:
             yield Fail(text)
 
     def collective(self, word: str, thread: int) -> Iterator[Step]:
+        """Enter a collective and wait for it."""
         name, _, group_name = word.partition("@")
         group = self.job.groups[group_name]
         key = ("collective", group_name)
@@ -167,7 +176,10 @@ class Rank:
         kernel = Kernel(Communicator.of(group, Transport.GROUP), collective=name)
         yield from self.run(kernel, [record], is_waited=True)
 
-    def post(self, words: Sequence[str], coalesced: bool, thread: int) -> Iterator[Step]:
+    def post(
+        self, words: Sequence[str], coalesced: bool, thread: int
+    ) -> Iterator[Step]:
+        """Post one call's ops and, unless written small, wait for them."""
         self.batches += 1
         parsed = [self.parse(word, coalesced) for word in words]
         group, transport = parsed[0]["group"], parsed[0]["transport"]
@@ -191,6 +203,7 @@ class Rank:
         yield from self.run(kernel, records, is_waited=is_waited)
 
     def parse(self, word: str, coalesced: bool) -> dict[str, Any]:
+        """The fields of an op."""
         found = _OP.match(word.strip())
         assert found, word
         letter, label, index, _, peer_text, group_name, options = found.groups()
@@ -229,6 +242,7 @@ class Rank:
     def run(
         self, kernel: Kernel, records: list[Record], *, is_waited: bool
     ) -> Iterator[Step]:
+        """Take a kernel through its call and its wait."""
         self.kernels.append((kernel, records))
         yield Post(kernel)
         for record in records:
@@ -242,6 +256,7 @@ class Rank:
         self.log.progress_ns = self.now()
 
     def close(self, hosts: Sequence[At], *, drained: bool) -> None:
+        """Fill in what is known at the end."""
         for kernel, records in self.kernels:
             if kernel.state is KernelState.DONE:
                 for record in records:
@@ -294,7 +309,10 @@ class Job:
         for rank, runs in (schedules or {}).items():
             self.ranks[rank].log.schedules = list(runs)
         outcome = simulate(
-            {r.rank: r.steps(text) for r, text in zip(self.ranks, programs, strict=True)},
+            {
+                r.rank: r.steps(text)
+                for r, text in zip(self.ranks, programs, strict=True)
+            },
             host=host,
         )
         for rank in self.ranks:
@@ -317,6 +335,7 @@ class Job:
         self.beat()
 
     def tick(self) -> int:
+        """Advance the clock that all ranks share."""
         self.clock += 1_000_000
         return self.clock
 
@@ -334,9 +353,12 @@ class Job:
     def kill(self, rank: int, seconds_ago: float) -> None:
         """SIGKILL a rank some time before now."""
         self.logs[rank].alive = False
-        self.beat(until={r: seconds_ago for r, g in self.logs.items() if g.alive is False})
+        self.beat(
+            until={r: seconds_ago for r, g in self.logs.items() if g.alive is False}
+        )
 
     def report(self, **options: Any) -> Report:
+        """Diagnose the black boxes."""
         return diagnose(self.logs, now_wall_ns=self.now_ns, **options)
 
 
@@ -359,7 +381,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def one_f_one_b(stage: int, stages: int, n: int, *, step: int = 1, split: bool = True) -> str:
+def one_f_one_b(
+    stage: int, stages: int, n: int, *, step: int = 1, split: bool = True
+) -> str:
     """torch's 1F1B as a program, guard bypassed (semantics §2, §3)."""
     prev, following = stage - 1, stage + 1
     out: list[str] = [f"step {step}"]
@@ -420,7 +444,8 @@ def pipeline(
     """A job that runs torch's 1F1B."""
     programs = [
         "; ".join(
-            one_f_one_b(s, stages, n, step=step + 1, split=split) for step in range(steps)
+            one_f_one_b(s, stages, n, step=step + 1, split=split)
+            for step in range(steps)
         )
         for s in range(stages)
     ]
@@ -434,7 +459,9 @@ def schedules(
     ranks = tuple(range(stages))
     return {
         s: [
-            ScheduleRun(name, n, stages, (s,), {i: i for i in ranks}, (group, ranks), "static")
+            ScheduleRun(
+                name, n, stages, (s,), {i: i for i in ranks}, (group, ranks), "static"
+            )
         ]
         for s in ranks
     }
@@ -452,7 +479,9 @@ def expect(
 ) -> Report:
     """The verdict has this code and these culprits, and its sentence these words."""
     report = job.report(**options)
-    shown = "\n".join(f"{f.code} {f.severity} {f.culprits}: {f.sentence}" for f in report.findings)
+    shown = "\n".join(
+        f"{f.code} {f.severity} {f.culprits}: {f.sentence}" for f in report.findings
+    )
     assert report.findings, "no finding"
     first = report.findings[0]
     assert first.code == code, shown
@@ -484,7 +513,11 @@ def test_founding_case_names_the_fused_send_and_the_remedy() -> None:
     assert report.exit_code == 1
     assert [r.role for r in report.ranks] == ["culprit", "victim", "victim", "victim"]
     assert report.ranks[1].doing == "waits for irecv F1←r0"
-    unmatched = {(v.rank, v.direction, v.label) for v in report.pending if v.reason == "unmatched"}
+    unmatched = {
+        (v.rank, v.direction, v.label)
+        for v in report.pending
+        if v.reason == "unmatched"
+    }
     assert {(0, "isend", "F1"), (0, "irecv", "B0"), (1, "irecv", "F1")} <= unmatched
     assert "r3" in report.chain[0]
     assert report.chain[-1].startswith("r0")
@@ -641,6 +674,16 @@ def test_a6_host_that_never_returns_from_isend() -> None:
     )  # fmt: skip
 
 
+def test_a1_message_truncated_on_a_group_of_two() -> None:
+    """Two ranks alone: the asymmetry ends in an error, whose cause is the fused batch."""
+    report = expect(
+        Job("{S x>1, R y<1}", "{R x<0}; {S y>0}"), verdicts.FIRST_USE, [0],
+        "{isend x→r1, irecv x←r1}", "lone irecv x←r0",
+    )  # fmt: skip
+    assert report.ranks[1].doing.startswith("raised DistBackendError: message trunc")
+    assert report.ranks[1].role == "victim"
+
+
 # -- B. batching -------------------------------------------------------------------------
 
 
@@ -667,7 +710,13 @@ def test_b2_cycle_through_batch_boundaries() -> None:
         eager=True,
     )  # fmt: skip
     assert job.is_deadlock
-    expect(job, verdicts.BATCH_CYCLE, [0, 2], "r0→r2→r1→r0", "{isend F0→r1, isend F0[1]→r2}")
+    expect(
+        job,
+        verdicts.BATCH_CYCLE,
+        [0, 2],
+        "r0→r2→r1→r0",
+        "{isend F0→r1, isend F0[1]→r2}",
+    )
 
 
 def test_b3_sends_face_each_other_in_steady_state() -> None:
@@ -682,7 +731,9 @@ def test_b4_lone_send_against_a_batch() -> None:
     """B4: the lone side and the fused side are both named, whatever the transport."""
     expect(Job("S F3>1; R B0<1", "{R F3<0, S B0>0}", ""), verdicts.TRANSPORT_SPLIT, [1])
     expect(
-        Job("S F3>1; R B0<1", "{R F3<0, S B0>0}", "", eager=True), verdicts.GROUPING, [0, 1]
+        Job("S F3>1; R B0<1", "{R F3<0, S B0>0}", "", eager=True),
+        verdicts.GROUPING,
+        [0, 1],
     )
 
 
@@ -738,7 +789,9 @@ def test_c1_a_ring_of_sends() -> None:
 def test_c1_a_mixed_circle() -> None:
     """A circle of sends and receives is a wait cycle."""
     expect(
-        Job("S x>1; R y<2", "R z<2; R x<0", "S y>0; S z>1"), verdicts.WAIT_CYCLE, [0, 1, 2]
+        Job("S x>1; R y<2", "R z<2; R x<0", "S y>0; S z>1"),
+        verdicts.WAIT_CYCLE,
+        [0, 1, 2],
     )
 
 
@@ -809,7 +862,12 @@ def test_e2_fewer_gradients_sent_than_received() -> None:
         schedules=schedules(2, 2),
     )  # fmt: skip
     expect(
-        job, verdicts.MISSING_OP, [1], "r0 expects 2 tensors for B0", "r1 sends 1", "index 1"
+        job,
+        verdicts.MISSING_OP,
+        [1],
+        "r0 expects 2 tensors for B0",
+        "r1 sends 1",
+        "index 1",
     )
 
 
@@ -842,7 +900,13 @@ def test_e4_only_one_rank_skips_the_start_up_exchange() -> None:
 def test_e4_metadata_paired_with_an_activation() -> None:
     """E4 where the channel pairs metadata with an activation: the first difference."""
     job = Job("S meta>1; S F0>1; R B0<1", "R F0<0; F0; hang B0", hang=30)
-    expect(job, verdicts.STARTUP_NOT_JOINED, [1], "metadata for the sender", "F0 for the receiver")
+    expect(
+        job,
+        verdicts.STARTUP_NOT_JOINED,
+        [1],
+        "metadata for the sender",
+        "F0 for the receiver",
+    )
 
 
 def test_e5_gpipe_with_one_microbatch_is_healthy() -> None:
@@ -861,7 +925,12 @@ def test_f1_sizes_differ_though_nothing_hangs(sent: str, expected: str) -> None:
     job = Job(f"S F0>1 shape={sent}", f"R F0<0 shape={expected}")
     assert not job.is_deadlock
     report = expect(
-        job, verdicts.SIZE_DIFFERS, [0], f"{sent} elements", f"{expected} elements", "bytes"
+        job,
+        verdicts.SIZE_DIFFERS,
+        [0],
+        f"{sent} elements",
+        f"{expected} elements",
+        "bytes",
     )
     assert report.findings[0].severity == "warning"
     assert report.exit_code == 1
@@ -899,7 +968,11 @@ def test_f4_strides_differ() -> None:
 def test_f_dtype_and_shape_differ() -> None:
     """A float32 sent into a bfloat16, and a transposed shape, are told apart."""
     expect(
-        Job("S F0>1", "R F0<0 dtype=bfloat16"), verdicts.DTYPE_DIFFERS, [0], "float32", "bfloat16"
+        Job("S F0>1", "R F0<0 dtype=bfloat16"),
+        verdicts.DTYPE_DIFFERS,
+        [0],
+        "float32",
+        "bfloat16",
     )
     expect(Job("S F0>1 shape=2,8", "R F0<0 shape=8,2"), verdicts.SHAPE_DIFFERS, [0])
 
@@ -920,7 +993,12 @@ def test_g1_echoes_of_others_are_victims() -> None:
         "F0; S F0>1; R B0<1", "R F0<0; F0; raise ValueError: bad weights", "R F0<1; F0",
     )  # fmt: skip
     for rank, seconds in ((0, 1), (2, 2)):
-        _echo(job, rank, "RuntimeError: [../gloo/pair.cc:1] Connection closed by peer", seconds)
+        _echo(
+            job,
+            rank,
+            "RuntimeError: [../gloo/pair.cc:1] Connection closed by peer",
+            seconds,
+        )
     report = expect(job, verdicts.RAISED, [1], "ValueError", "r0 and r2 are victims")
     assert len(report.findings) == 1
 
@@ -947,7 +1025,12 @@ def test_g1_time_outs_do_not_hide_the_hang() -> None:
     """When all ranks end in time-outs, the hang is analysed as it stood."""
     job = pipeline(4, 2)
     for rank in range(4):
-        _echo(job, rank, "RuntimeError: Timed out waiting 1800000ms for recv operation", 20)
+        _echo(
+            job,
+            rank,
+            "RuntimeError: Timed out waiting 1800000ms for recv operation",
+            20,
+        )
     report = expect(job, verdicts.TRANSPORT_SPLIT, [0])
     assert len(report.findings) == 1
     assert {r.state for r in report.ranks} == {"raised"}
@@ -989,7 +1072,7 @@ def test_g3_raised_while_building_sends() -> None:
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_g4_killed_in_any_phase(cut: int) -> None:
     """G4: wherever r1 is killed it is the culprit, the others at most victims."""
-    words = "R F0<0; F0; S F0>2; R B0<2; B0; S B0>0".split("; ")
+    words = ["R F0<0", "F0", "S F0>2", "R B0<2", "B0", "S B0>0"]
     job = Job(
         "F0; S F0>1; R B0<1; B0; sleep", "; ".join([*words[: cut - 1], "sleep"]),
         "R F0<1; F0; B0; S B0>1; sleep",
@@ -1004,7 +1087,9 @@ def test_g4_killed_in_any_phase(cut: int) -> None:
 def test_g4_ended_in_the_middle_of_a_matched_op(end: str) -> None:
     """Both sides posted the op and one ended before it was complete: who waits is named."""
     job = Job("F0; S F0>1; sleep", "R F0<0; sleep")
-    send, recv = (next(r for r in job.logs[n].records if r.kind is Kind.OP) for n in (0, 1))
+    send, recv = (
+        next(r for r in job.logs[n].records if r.kind is Kind.OP) for n in (0, 1)
+    )
     send.done_ns = send.waited_ns = recv.done_ns = recv.waited_ns = 0
     if end == "killed":
         job.kill(0, seconds_ago=20)
@@ -1112,7 +1197,9 @@ def test_h1_the_odd_one_out() -> None:
     """Of three ranks the one with another setting is the culprit."""
     runs = schedules(3, 4)
     runs[1] = schedules(3, 5)[1]
-    job = Job(*(one_f_one_b(s, 3, 5 if s == 1 else 4) for s in range(3)), schedules=runs)
+    job = Job(
+        *(one_f_one_b(s, 3, 5 if s == 1 else 4) for s in range(3)), schedules=runs
+    )
     expect(job, verdicts.CONFIG_DIFFERS, [1])
 
 
@@ -1165,7 +1252,9 @@ def test_i1_a_stage_skips_a_collective() -> None:
 def test_i1_a_collective_that_one_rank_never_enters() -> None:
     """A rank that is nowhere to be seen while the others are in a collective."""
     job = Job("all_reduce@world", "sleep", "all_reduce@world")
-    expect(job, verdicts.COLLECTIVE_NOT_ENTERED, [1], "entered by r0 and r2", "not by r1")
+    expect(
+        job, verdicts.COLLECTIVE_NOT_ENTERED, [1], "entered by r0 and r2", "not by r1"
+    )
 
 
 def test_i1_exited_without_the_collective() -> None:
@@ -1190,9 +1279,20 @@ def test_i2_two_threads_share_a_group() -> None:
 def test_i2_collectives_of_two_groups_cross() -> None:
     """Two groups entered in another order: each rank waits in its own."""
     job = Job(
-        "barrier@a; barrier@b", "barrier@b; barrier@a", groups={"a": [0, 1], "b": [0, 1]}
+        "barrier@a; barrier@b",
+        "barrier@b; barrier@a",
+        groups={"a": [0, 1], "b": [0, 1]},
     )
     expect(job, verdicts.COLLECTIVE_ORDER, [0, 1], "group a", "group b")
+
+
+def test_i_collective_in_the_queue_of_a_communicator() -> None:
+    """CUDA: all entered the barrier, but on r1 its kernel stands behind a receive."""
+    expect(
+        Job("barrier@world; S F0>1", "{R F0<0}; barrier@world", eager=True,
+            default="world", host=Host.ASYNC),
+        verdicts.COLLECTIVE_VS_P2P, [0, 1], "r1 has queued it behind irecv F0←r0",
+    )  # fmt: skip
 
 
 def test_i3_a_stage_that_never_receives() -> None:
@@ -1251,7 +1351,9 @@ def test_random_programs(seed: int, eager: bool, host: Host) -> None:
     programs = _random_programs(Random(seed))
     job = Job(*programs, eager=eager, host=host)
     report = job.report()
-    shown = f"{programs}\n" + "\n".join(f"{f.code} {f.sentence}" for f in report.findings)
+    shown = f"{programs}\n" + "\n".join(
+        f"{f.code} {f.sentence}" for f in report.findings
+    )
     # Ops that meet the wrong partner are said even where nothing hangs.
     silent = (verdicts.ORDER_DIFFERS, verdicts.MISSING_OP)
     errors = [
@@ -1314,9 +1416,15 @@ def test_the_code_does_not_depend_on_numbering_or_names(case: str) -> None:
     others = ["", "S own>2; S own>2", "R own<1; R own<1", "", ""]
     for old, new in enumerate(order):
         others[new] = _renamed(programs[old], order, "mine")
-    others[1], others[2] = others[1].replace(">2", ">2@rest"), others[2].replace("<1", "<1@rest")
+    others[1], others[2] = (
+        others[1].replace(">2", ">2@rest"),
+        others[2].replace("<1", "<1@rest"),
+    )
     job = Job(
-        *others, groups={"mine": sorted(order), "rest": [1, 2]}, default="mine", **options
+        *others,
+        groups={"mine": sorted(order), "rest": [1, 2]},
+        default="mine",
+        **options,
     )
     again = verdict(job)
     assert again.code == first.code, again.sentence
@@ -1380,6 +1488,26 @@ def test_a_rank_that_switched_pptrace_off_is_not_blamed() -> None:
     job.logs[1].status = Status.DISABLED
     job.logs[1].incomplete = "pptrace.disable() was called"
     assert verdict(job).code == verdicts.UNDETERMINED
+
+
+def test_no_mismatch_is_not_claimed_on_untrusted_counts() -> None:
+    """Matched as far as one can see, but a rank missed ops: undetermined."""
+    job = Job("{S x>1}", "{R x<0}")
+    for log in job.logs.values():
+        log.status, log.alive = Status.RUNNING, True
+        for record in log.records:
+            record.waited_ns = record.done_ns = 0
+    job.logs[0].incomplete = "enabled late"
+    job.beat()
+    expect(job, verdicts.UNDETERMINED, [], "enabled late")
+
+
+def test_the_same_exception_everywhere_is_one_finding() -> None:
+    """Every rank raises the same thing: one finding, rank 0 among its culprits."""
+    report = expect(
+        Job(*["raise ValueError: no such file"] * 4), verdicts.RAISED, range(4)
+    )
+    assert len(report.findings) == 1
 
 
 def test_a_dead_rank_is_named_even_if_counts_are_incomplete() -> None:
