@@ -115,6 +115,7 @@ class Monitor(threading.Thread):
         recorder = self._on.recorder
         recorder.poll_works()
         recorder.heartbeat()
+        self._on.preflight.work()
         self._open_store()
         reason, self._reason = self._reason, ""
         reason = reason or self._stalled()

@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.pipelining import schedules
 
+from pptrace.errors import PreflightError
 from pptrace.hooks import torch_compat
 from pptrace.hooks.p2p import open_batch, run_batch
 from pptrace.hooks.patching import PatchList
@@ -159,6 +160,8 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
         began = time.monotonic_ns()
         try:
             seq = _begin_step(on, self)
+        except PreflightError:
+            raise
         except Exception as error:  # noqa: BLE001
             fail_open(on, "step", error)
             return original(self, *args, **kwargs)
@@ -191,6 +194,14 @@ def _begin_step(on: Active, schedule: Any) -> int:
     if on.described.get(key, (None,))[0] is not type(schedule):
         run = _describe(schedule, stages, n_microbatches)
         on.described[key] = (type(schedule), on.recorder.box.schedule(run))
+        group = getattr(stages[0], "group", None) if stages else None
+        state = on.recorder.group_state(group or c10d._get_default_group())
+        on.preflight.add(
+            schedule,
+            run,
+            is_eager=state.value.eager,
+            forward_only=not has_backward,
+        )
     return on.recorder.begin_step(
         n_microbatches=n_microbatches,
         stage=stages[0].stage_index if stages else -1,

@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pptrace.hooks.preflight import Preflight
+
 if TYPE_CHECKING:
     from pptrace.hooks.patching import PatchList
     from pptrace.hooks.recorder import Recorder
@@ -36,6 +38,9 @@ class Active:
         self.wait_hooked: set[type] = set()
         self.chunk_hooked: set[type] = set()
         self.described: dict[tuple[int, int], tuple[type, int]] = {}
+        self.preflight = Preflight(
+            recorder, settings.preflight, settings.preflight_budget
+        )
         self.on_exception: Callable[[BaseException], None] = lambda _: None
 
     @property

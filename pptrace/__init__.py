@@ -17,18 +17,21 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pptrace.errors import InputError, PptraceError, SettingsError
+from pptrace.errors import InputError, PptraceError, PreflightError, SettingsError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pptrace.checker import CheckResult
     from pptrace.report import Report
 
 __all__ = [
     "InputError",
     "PptraceError",
+    "PreflightError",
     "SettingsError",
     "__version__",
+    "check",
     "disable",
     "enable",
     "run_folder",
@@ -48,6 +51,8 @@ def enable(
     host: str | None = None,
     report: bool | None = None,
     fix: bool | None = None,
+    preflight: str | None = None,
+    preflight_budget: float | None = None,
 ) -> None:
     """Record every P2P op and chunk of this process, and explain a hang.
 
@@ -82,6 +87,12 @@ def enable(
             it is written to the run's folder in any case.
         fix: make torch hand out the fixed schedules of `pptrace.schedules`
             (``PPTRACE_FIX``, default off).
+        preflight: check each schedule at its first step against the rules of NCCL:
+            "warn" (default; by the pipeline's first rank, beside the step), "raise"
+            (`PreflightError` on every rank, before the step) or "off"
+            (``PPTRACE_PREFLIGHT``).
+        preflight_budget: seconds the check may take (``PPTRACE_PREFLIGHT_BUDGET``,
+            default 0.2); a larger schedule is not checked, which is noted.
 
     Raises:
         SettingsError: an option or variable has a value that cannot be used.
@@ -99,6 +110,8 @@ def enable(
             "host": host,
             "report": report,
             "fix": fix,
+            "preflight": preflight,
+            "preflight_budget": preflight_budget,
         }
     )
     from pptrace.hooks import session  # noqa: PLC0415 - imports torch
@@ -118,6 +131,13 @@ def disable() -> None:
     session = sys.modules.get("pptrace.hooks.session")
     if session is not None:
         session.stop()
+
+
+def check(schedule: type | str, **numbers: Any) -> CheckResult:
+    """Say whether a schedule can hang on NCCL; see `pptrace.checker.check`."""
+    from pptrace.checker import check as checked  # noqa: PLC0415 - imports torch
+
+    return checked(schedule, **numbers)
 
 
 def run_folder() -> Path | None:

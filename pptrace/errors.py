@@ -5,7 +5,7 @@ Exit codes of every command: 0 nothing wrong, 1 findings, 2 unusable input.
 
 from __future__ import annotations
 
-__all__ = ["InputError", "PptraceError", "SettingsError"]
+__all__ = ["InputError", "PptraceError", "PreflightError", "SettingsError"]
 
 
 class PptraceError(Exception):
@@ -22,6 +22,10 @@ class InputError(PptraceError):
         self.reason = reason
         self.advice = advice
         super().__init__(f"{where}: {reason}" + (f" ({advice})" if advice else ""))
+
+
+class PreflightError(PptraceError, RuntimeError):
+    """A schedule would hang with these numbers; raised before its first step."""
 
 
 class SettingsError(PptraceError):

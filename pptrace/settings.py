@@ -29,6 +29,8 @@ class Settings:
     host: str = "blocking"
     report: bool = True
     fix: bool = False
+    preflight: str = "warn"
+    preflight_budget: float = 0.2
 
 
 def _positive_int(text: str) -> int:
@@ -76,6 +78,8 @@ _PARSERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "host": ("PPTRACE_EMULATE_HOST", _choice("blocking", "async")),
     "report": ("PPTRACE_REPORT", _flag),
     "fix": ("PPTRACE_FIX", _flag),
+    "preflight": ("PPTRACE_PREFLIGHT", _choice("warn", "raise", "off")),
+    "preflight_budget": ("PPTRACE_PREFLIGHT_BUDGET", _seconds),
 }
 
 
@@ -114,8 +118,9 @@ def load_settings(
         except ValueError as error:
             raise SettingsError(f"{source}={text!r}: {error}") from None
         values[name] = parsed
-    if values.get("host", "") is None:
-        del values["host"]
+    for name in ("host", "preflight", "preflight_budget"):
+        if values.get(name, "") is None:
+            del values[name]
     return replace(Settings(), **values)
 
 
