@@ -2,8 +2,8 @@
 
 ``python -m torch.distributed.run ... schedule_worker.py OUT`` with the cases as JSON
 in ``SCHEDULE_CASES``; each rank writes ``OUT/rank<r>.json``, one entry per case. The
-rules of NCCL are emulated where ``SCHEDULE_EMULATE`` is set (``SCHEDULE_RULE`` picks
-one).
+rules of NCCL are emulated where ``SCHEDULE_EMULATE`` is set; ``SCHEDULE_RULE`` and
+``SCHEDULE_EAGER`` choose among them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Case:
     schedule: str
     n: int
     source: str = "pptrace"
-    """``pptrace`` or ``torch``: whose class."""
+    """``pptrace``, ``torch`` or ``unguarded``: torch's 1F1B without its refusal of fewer
+    microbatches than stages."""
     metadata: str = "static"
     """``static`` (shapes given to the stage) or ``dynamic``."""
     steps: str = "tt"
@@ -160,9 +161,19 @@ def _stage_indices(case: Case, rank: int, world: int) -> list[int]:
 def _schedule_class(case: Case) -> type:
     if case.source == "torch":
         return getattr(torch_schedules, case.schedule)
+    if case.source == "unguarded":
+        return Unguarded
     import pptrace.schedules
 
     return getattr(pptrace.schedules, case.schedule)
+
+
+class Unguarded(torch_schedules.Schedule1F1B):
+    """Torch's 1F1B as it was before it refused fewer microbatches than stages."""
+
+    def __init__(self, stage: Any, n_microbatches: int, **options: Any) -> None:
+        super().__init__(stage, max(n_microbatches, stage.num_stages), **options)
+        self._n_microbatches = n_microbatches
 
 
 class _Counter:
@@ -359,9 +370,11 @@ def main() -> None:
     if os.environ.get("SCHEDULE_EMULATE"):
         import pptrace
 
-        rule = os.environ.get("SCHEDULE_RULE")
         pptrace.enable(
-            emulate=os.environ["SCHEDULE_EMULATE"], **({"rule": rule} if rule else {})
+            emulate=os.environ["SCHEDULE_EMULATE"],
+            rule=os.environ.get("SCHEDULE_RULE"),
+            eager=bool(os.environ.get("SCHEDULE_EAGER")) or None,
+            report=False,
         )
     dist.init_process_group("gloo")
     outcomes = []

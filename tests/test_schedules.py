@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import io
 import itertools
-import json
-import os
-import signal
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,59 +16,25 @@ import pytest
 import pptrace.schedules
 from pptrace.errors import InputError
 from pptrace.schedules import actions
+from schedule_runs import Emulation, run_cases
 from schedule_worker import Case, Outcome
 
 __all__: list[str] = []
 
-_WORKER = Path(__file__).parent / "schedule_worker.py"
-_LIMIT_S = 100
 _TOLERANCE = 1e-12
-_SIZES = (1, 2, 3, 4)
+_SINGLE = ("Schedule1F1B", "ScheduleGPipe")
+_LOOPED = (
+    "ScheduleLoopedBFS",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+)
+_V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+_ALL = (*_SINGLE, *_LOOPED, *_V_SHAPED)
 
 
-def _run_ranks(num_ranks: int, cases: list[Case]) -> list[list[Outcome]]:
-    """Run all cases under one torchrun; per case, what each rank saw."""
-    environment = os.environ | {
-        "SCHEDULE_CASES": json.dumps([dataclasses.asdict(case) for case in cases]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with tempfile.TemporaryDirectory() as folder:
-        command += ["--nproc-per-node", str(num_ranks), str(_WORKER), folder]
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            # torchrun ends its ranks on SIGTERM; they are in sessions of their own.
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=20)
-            pytest.fail(_where_it_stopped(folder, cases))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        assert process.returncode == 0, output
-        ranks = [
-            json.loads((Path(folder) / f"rank{r}.json").read_text())
-            for r in range(num_ranks)
-        ]
-    return [
-        [Outcome(**outcome) for outcome in outcomes]
-        for outcomes in zip(*ranks, strict=True)
-    ]
-
-
-def _where_it_stopped(folder: str, cases: list[Case]) -> str:
-    done = [len(json.loads(path.read_text())) for path in Path(folder).glob("*.json")]
-    return f"no end after {_LIMIT_S} s in {cases[min(done, default=0)]}"
+def _multi(name: str, n: int, **options: Any) -> Case:
+    placement = "v" if name in _V_SHAPED else "loop"
+    return Case(name, n, stages_per_rank=2, placement=placement, **options)
 
 
 def _assert_right(case: Case, ranks: list[Outcome]) -> None:
@@ -94,11 +54,10 @@ def _assert_right(case: Case, ranks: list[Outcome]) -> None:
                 assert rank.gradients[step], (case, "no gradient to compare")
 
 
-# One start of torchrun per number of ranks, many cases in it.
+# One start of torchrun per entry of _JOBS, with many cases in it.
 
 
-@functools.cache
-def _cases(num_ranks: int) -> tuple[Case, ...]:
+def _single_cases(num_ranks: int) -> list[Case]:
     counts = sorted({1, 2, num_ranks - 1, num_ranks, num_ranks + 2} - {0})
     make = functools.partial(Case, "Schedule1F1B")
     cases = [
@@ -119,14 +78,71 @@ def _cases(num_ranks: int) -> tuple[Case, ...]:
     if num_ranks == 3:
         cases += [make(n, skip=True, steps="tet") for n in (1, 2, 4)]
         cases += [Case("ScheduleGPipe", 3, skip=True)]
-    return tuple(cases)
+    return cases
 
 
-@pytest.fixture(scope="module", params=_SIZES)
-def ran(request: pytest.FixtureRequest) -> dict[Case, list[Outcome]]:
-    """Every case of one number of ranks, run."""
-    cases = list(_cases(request.param))
-    return dict(zip(cases, _run_ranks(request.param, cases), strict=True))
+def _multi_cases(num_ranks: int) -> list[Case]:
+    cases = []
+    for name in (*_LOOPED, *_V_SHAPED):
+        accepted, refused = 2 * num_ranks, 2 * num_ranks + 1
+        cases += [
+            _multi(name, 1, steps="tet"),
+            _multi(name, num_ranks - 1, metadata="dynamic", steps="et"),
+            _multi(name, refused, steps="tet", tensors=2),
+            _multi(name, 2, loss=False),
+            _multi(name, accepted, defer=True),
+            _multi(name, accepted),
+            _multi(name, accepted, source="torch"),
+        ]
+    return cases
+
+
+# Under emulation every case runs in a group whose communicators have never been used.
+def _emulated_cases(num_ranks: int) -> list[Case]:
+    cases = [
+        Case("Schedule1F1B", n, metadata=metadata)
+        for n in (1, 2, num_ranks)
+        for metadata in ("static", "dynamic")
+    ]
+    cases += [
+        Case("Schedule1F1B", num_ranks - 1, steps="tet"),
+        Case("ScheduleGPipe", 1),
+    ]
+    for name in (*_LOOPED, *_V_SHAPED):
+        cases += [
+            _multi(name, 1, metadata="dynamic"),
+            _multi(name, 2 * num_ranks + 1, steps="tet"),
+            _multi(name, num_ranks, defer=True),
+        ]
+    return cases
+
+
+_JOBS: dict[str, tuple[int, list[Case], Emulation | None]] = {
+    "1 rank": (1, _single_cases(1), None),
+    "2 ranks": (2, _single_cases(2), None),
+    "3 ranks": (3, _single_cases(3), None),
+    "4 ranks": (4, _single_cases(4), None),
+    "2 ranks, two stages each": (2, _multi_cases(2), None),
+    "4 ranks, two stages each": (4, _multi_cases(4), None),
+    "4 ranks, split": (4, _emulated_cases(4), Emulation("split")),
+    "4 ranks, coalesced": (4, _emulated_cases(4), Emulation("coalesced")),
+    "4 ranks, eager": (4, _emulated_cases(4), Emulation("split", eager=True)),
+    "3 ranks, skip connections": (
+        3,
+        [Case(name, n, skip=True) for name in _SINGLE for n in (1, 2, 4)],
+        Emulation("split", eager=True),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=_JOBS)
+def ran(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Case, list[Outcome]]:
+    """Every case of one job, run."""
+    num_ranks, cases, emulation = _JOBS[request.param]
+    folder = tmp_path_factory.mktemp("ranks")
+    return dict(zip(cases, run_cases(folder, num_ranks, cases, emulation), strict=True))
 
 
 @pytest.mark.multirank
@@ -152,14 +168,14 @@ def test_where_torch_accepts_n_nothing_differs_from_torch(
             continue
         ours = ran[dataclasses.replace(case, source="pptrace")]
         for mine, their in zip(ours, theirs, strict=True):
-            assert their.error == ""
+            assert mine.error == their.error == ""
             assert mine.losses == their.losses
             assert mine.outputs == their.outputs
             assert mine.gradients == their.gradients
             assert mine.actions == their.actions
             assert mine.in_flight <= their.in_flight
         compared += 1
-    assert compared
+    assert compared == sum(case.source == "torch" for case in ran)
 
 
 @pytest.mark.multirank
@@ -172,7 +188,10 @@ def test_no_batch_has_a_send_beside_a_receive(ran: dict[Case, list[Outcome]]) ->
             continue  # torch's start-up of traced stages has such a batch on all ranks
         mixed[case.source] += sum(rank.mixed_batches for rank in ranks)
     assert mixed["pptrace"] == 0
-    assert mixed["torch"] > 0 or len(next(iter(ran.values()))) == 1
+    single = [
+        case for case in ran if case.source == "torch" and case.schedule in _SINGLE
+    ]
+    assert mixed.get("torch", 0) > 0 or not single or len(ran[single[0]]) == 1
 
 
 @pytest.mark.multirank
@@ -182,9 +201,10 @@ def test_outputs_are_returned_by_the_last_stage_alone_and_only_if_wanted(
 ) -> None:
     """``step`` returns the merged output; ``return_outputs=False`` returns nothing."""
     for case, ranks in ran.items():
-        for rank in ranks[:-1]:
-            assert set(map(str, rank.outputs)) == {"None"}
-        for what, output in zip(case.steps, ranks[-1].outputs, strict=True):
+        outputs = [rank.outputs for rank in ranks]
+        last = outputs.pop(0 if case.placement == "v" else -1)
+        assert {value for rank in outputs for value in map(str, rank)} <= {"None"}
+        for what, output in zip(case.steps, last, strict=True):
             if what == "f":
                 assert output is None
             else:
