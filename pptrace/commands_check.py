@@ -14,7 +14,7 @@ from pptrace.errors import InputError
 if TYPE_CHECKING:
     from pptrace.checker import CheckResult, Conditions
 
-__all__ = ["Check"]
+__all__ = ["Check", "RunProgram"]
 
 _NUMBERS = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*")
 _MAX_SWEEP = 4096
@@ -347,3 +347,57 @@ def _per_rank(stages: int | None, ranks: int) -> int | None:
     if stages % ranks:
         raise InputError(f"--stages {stages}", f"is no multiple of --pp {ranks}")
     return stages // ranks
+
+
+# -- running it ----------------------------------------------------------------------
+
+
+class RunProgram:
+    """Run a program as real processes that follow NCCL's rules, and say what happened.
+
+    FILE is a program (docs/programs.md). Each rank is a process on this machine; P2P
+    follows the rules of NCCL by emulation. Ends when all ranks have, or when nothing
+    can move any more; the black boxes stay in DIR.
+
+    Examples:
+      pptrace run-program hang.pp
+      pptrace run-program hang.pp --out /tmp/boxes --json
+    """
+
+    name = "run-program"
+
+    def prepare_parser(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments."""
+        parser.add_argument("file", type=Path, metavar="FILE", help="a program")
+        parser.add_argument(
+            "--out",
+            type=Path,
+            default=Path("pptrace-out"),
+            metavar="DIR",
+            help="folder for the black boxes; default: pptrace-out",
+        )
+        parser.add_argument(
+            "--limit",
+            type=_positive,
+            default=120,
+            metavar="SECONDS",
+            help="give up after so long; default: %(default)s",
+        )
+        parser.add_argument("--json", action="store_true", help="the report as JSON")
+        parser.add_argument("--width", type=_positive, metavar="COLUMNS")
+        parser.add_argument("--no-color", action="store_true", help="no colour or bold")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; return the exit code."""
+        from pptrace import program_job, programs
+        from pptrace.cli import _write_report
+
+        program = programs.load(args.file)
+        done = program_job.run_program(args.file, program, args.out, limit_s=args.limit)
+        if args.json:
+            _print(done.report.to_json())
+        else:
+            became = "stands still" if done.is_hung else "has ended"
+            _print(f"{program.name}: the job {became}\n")
+            _write_report(done.report, width=args.width, in_color=not args.no_color)
+        return done.report.exit_code

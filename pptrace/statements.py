@@ -252,6 +252,20 @@ class Program:
                 return name
         return WORLD
 
+    def uses(self) -> set[str]:
+        """The groups that ops and collectives ride."""
+        found: set[str] = set()
+        for rank, body in self.ranks.items():
+            for statement in _flat(body):
+                if isinstance(statement, Post):
+                    found |= {
+                        op.group or self.default_group(rank, op.peer)
+                        for op in statement.ops
+                    }
+                elif isinstance(statement, Collect):
+                    found.add(statement.group or self.default_group(rank))
+        return found
+
     def stage(self, rank: int) -> int:
         """A rank's place in its pipeline: that in its first group."""
         return self.group(self.default_group(rank)).ranks.index(rank)
@@ -303,14 +317,18 @@ class _Replay:
         return self._program.instructions(self._rank)
 
 
-def _steps(body: Iterable[Statement]) -> Iterator[Block]:
+def _flat(body: Iterable[Statement]) -> Iterator[Statement]:
+    """All statements, those inside others too."""
     for statement in body:
-        if isinstance(statement, Block):
-            if statement.kind in ("step", "eval"):
-                yield statement
-            yield from _steps(statement.body)
-        elif isinstance(statement, Compute):
-            yield from _steps(statement.body)
+        yield statement
+        if isinstance(statement, (Block, Compute)):
+            yield from _flat(statement.body)
+
+
+def _steps(body: Iterable[Statement]) -> Iterator[Block]:
+    for statement in _flat(body):
+        if isinstance(statement, Block) and statement.kind in ("step", "eval"):
+            yield statement
 
 
 # -- the interpreter ---------------------------------------------------------------
