@@ -127,8 +127,10 @@ def _mixed_cycle(scene: Scene, root: Root) -> Cause:
         f" ha{'s' if len(others) == 1 else 've'} {not_in}: {', '.join(parts)}, whose"
         f" partner comes only after it{ahead}"
     )
-    odd = ahead or len(inside) > len(others)
-    culprits = set(others) if odd else {*others, *(set(inside) & set(root.ranks))}
+    # Who left something out cannot be told from one of the two alone, unless the ones
+    # that are missing are a step further.
+    owing = {h for r in others for _, h in scene.graph.waits_on(r) if h in root.ranks}
+    culprits = others if ahead else {*others, *owing}
     cause = collective_cause(
         scene, root, verdicts.COLLECTIVE_VS_P2P, sentence, culprits
     )

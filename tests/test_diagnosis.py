@@ -1249,6 +1249,12 @@ def test_i1_a_stage_skips_a_collective() -> None:
     )  # fmt: skip
 
 
+def test_i1_who_skipped_what_is_not_guessed() -> None:
+    """One rank is missing in the collective, but another owes it an op: both are named."""
+    job = Job("all_reduce@world", "S F0>2; all_reduce@world", "all_reduce@world")
+    expect(job, verdicts.COLLECTIVE_VS_P2P, [1, 2], "isend F0→r2")
+
+
 def test_i1_a_collective_that_one_rank_never_enters() -> None:
     """A rank that is nowhere to be seen while the others are in a collective."""
     job = Job("all_reduce@world", "sleep", "all_reduce@world")
