@@ -57,14 +57,14 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(rank)
-    stage = PipelineStage(
-        Block(options.width), rank, world_size, torch.device("cpu")
-    )
+    stage = PipelineStage(Block(options.width), rank, world_size, torch.device("cpu"))
     if options.schedule == "fixed":
-        from pptrace.schedules import Schedule1F1B as Schedule
+        from pptrace.schedules import Schedule1F1B as FixedSchedule1F1B
+
+        make_schedule = FixedSchedule1F1B
     else:
-        Schedule = UnguardedSchedule1F1B
-    schedule = Schedule(
+        make_schedule = UnguardedSchedule1F1B
+    schedule = make_schedule(
         stage, options.microbatches, loss_fn=torch.nn.functional.mse_loss
     )
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)

@@ -107,7 +107,7 @@ class Monitor(threading.Thread):
                 return
             try:
                 self._tick()
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 logger.debug("pptrace: monitor: %s", error, exc_info=error)
                 self._idle.set()
 
@@ -135,7 +135,7 @@ class Monitor(threading.Thread):
 
     def _open_store(self) -> None:
         if self._store is None and self._joined:
-            import torch.distributed as dist  # noqa: PLC0415 - only where it is loaded
+            import torch.distributed as dist
 
             self._store = torch_compat.open_root_store()
             self._world_size = dist.get_world_size()
@@ -233,7 +233,7 @@ class Monitor(threading.Thread):
             report = self._explain(self._read_tails(round_), reason)
             if report is not None:
                 self._publish(report)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             logger.warning("pptrace: no report: %s", error, exc_info=error)
             self._hint()
         finally:
@@ -267,7 +267,7 @@ class Monitor(threading.Thread):
     # -- the report --------------------------------------------------------------------
 
     def _explain(self, logs: dict[int, RankLog], reason: str) -> Report | None:
-        from pptrace.diagnosis import diagnose  # noqa: PLC0415 - only when needed
+        from pptrace.diagnosis import diagnose
 
         report = diagnose(logs, run=str(self._folder), trigger=reason)
         if report.exit_code == 0:
@@ -326,7 +326,9 @@ class Monitor(threading.Thread):
         if self._stacks is None:
             return
         with contextlib.suppress(OSError, ValueError):
-            self._stacks.write(f"pptrace: {reason}; Python stacks at {time.time():.3f}\n")
+            self._stacks.write(
+                f"pptrace: {reason}; Python stacks at {time.time():.3f}\n"
+            )
             self._stacks.flush()
             faulthandler.dump_traceback(self._stacks, all_threads=True)
             self._stacks.write(blackbox.STACKS_END)

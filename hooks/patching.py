@@ -38,9 +38,7 @@ class PatchList:
     def __iter__(self) -> Any:
         return iter(self._patches)
 
-    def replace(
-        self, owner: Any, name: str, make: Callable[[Any], Any]
-    ) -> Any | None:
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any | None:
         """Replace ``owner.name`` by ``make(original)``; None if it is not there.
 
         ``original`` is given as a plain callable; the object that stood in the

@@ -61,7 +61,9 @@ def _batch_p2p(original: Callable[..., Any]) -> Callable[..., Any]:
             )
             call = functools.partial(original, p2p_ops, desc)
             if on.emulator is not None and on.recorder.rule == "split":
-                call = functools.partial(torch_compat.split_batch_p2p, original, p2p_ops)
+                call = functools.partial(
+                    torch_compat.split_batch_p2p, original, p2p_ops
+                )
         except Exception as error:  # noqa: BLE001
             fail_open(on, "batch", error)
             return original(p2p_ops, desc)
@@ -107,7 +109,7 @@ def _backward_one_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any,
         bwd_chunk_id: int,
         loss: Any = None,
-        full_backward: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        full_backward: bool = True,
         *args: Any,
         **kwargs: Any,
     ) -> Any:

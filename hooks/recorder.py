@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from pptrace import blackbox
 from pptrace.blackbox import BlackBox
+from pptrace.hooks import torch_compat
 from pptrace.records import (
-    Direction,
     Flag,
     Group,
     Kind,
@@ -30,7 +30,6 @@ from pptrace.records import (
     Status,
     Transport,
 )
-from pptrace.hooks import torch_compat
 
 __all__ = ["Batch", "Context", "GroupState", "Recorder", "Tracked"]
 
@@ -91,7 +90,9 @@ class Tracked:
 
     __slots__ = ("probe", "ref", "seqs")
 
-    def __init__(self, work: Any, seqs: list[tuple[int, int, int]], forget: Any) -> None:
+    def __init__(
+        self, work: Any, seqs: list[tuple[int, int, int]], forget: Any
+    ) -> None:
         self.ref = weakref.ref(work, forget)
         self.seqs = seqs
         self.probe: Any = None

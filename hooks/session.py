@@ -87,10 +87,10 @@ class Session:
         @functools.wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if sys.modules.get("pptrace") and is_current(self):
+            if current() is self:
                 try:
                     self._open(dist.get_rank(), dist.get_world_size())
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     logger.warning("pptrace: is off: %s", error, exc_info=error)
             return result
 
@@ -151,7 +151,7 @@ class Session:
         assert self._monitor is not None
         recorder = self._on.recorder
         if self.settings.emulate == "nccl" and recorder.emulator is None:
-            from pptrace.hooks.emulation import Emulator  # noqa: PLC0415 - rarely used
+            from pptrace.hooks.emulation import Emulator
 
             recorder.emulator = Emulator(
                 torch_compat.open_root_store,
@@ -221,9 +221,9 @@ class Session:
 _current: Session | None = None
 
 
-def is_current(session: Session) -> bool:
-    """Whether this is the session that is on."""
-    return _current is session
+def current() -> Session | None:
+    """The session that is on."""
+    return _current
 
 
 def start(settings: Settings, render: Callable[[Report], str]) -> Session:
@@ -243,7 +243,7 @@ def start(settings: Settings, render: Callable[[Report], str]) -> Session:
 
 def stop() -> None:
     """Stop the session, if one is on."""
-    global _current  # noqa: PLW0603
+    global _current
     session, _current = _current, None
     if session is not None:
         session.stop()

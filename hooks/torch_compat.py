@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining import stage as stages
@@ -161,7 +162,7 @@ class _EventProbe:
     """Completion of all that the current stream waits for so far (CUDA)."""
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event()
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def is_completed(self) -> bool:
@@ -209,16 +210,16 @@ def open_root_store() -> Any | None:
         store = c10d._get_default_store()
     except (RuntimeError, ValueError):
         return None
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.HashStore):
+    if isinstance(store, HashStore):
         return None  # lives in this process only
     if hasattr(store, "clone"):
         clone = store.clone()
-    elif isinstance(store, dist.TCPStore):
-        clone = dist.TCPStore(store.host, store.port, is_master=False)
-    elif isinstance(store, dist.FileStore):
-        clone = dist.FileStore(store.path, -1)
+    elif isinstance(store, TCPStore):
+        clone = TCPStore(store.host, store.port, is_master=False)
+    elif isinstance(store, FileStore):
+        clone = FileStore(getattr(store, "path"), -1)  # noqa: B009 - not in torch's stubs
     else:
         return None
     clone.set_timeout(timedelta(seconds=5))

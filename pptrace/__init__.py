@@ -97,7 +97,7 @@ def enable(
     Raises:
         SettingsError: an option or variable has a value that cannot be used.
     """
-    from pptrace.settings import load_settings  # noqa: PLC0415 - start-up time
+    from pptrace.settings import load_settings
 
     settings = load_settings(
         {
@@ -114,10 +114,10 @@ def enable(
             "preflight_budget": preflight_budget,
         }
     )
-    from pptrace.hooks import session  # noqa: PLC0415 - imports torch
+    from pptrace.hooks import session
 
     if settings.fix:
-        from pptrace import schedules  # noqa: PLC0415 - imports torch
+        from pptrace import schedules
 
         schedules.install()
     session.start(settings, _render)
@@ -135,7 +135,7 @@ def disable() -> None:
 
 def check(schedule: type | str, **numbers: Any) -> CheckResult:
     """Say whether a schedule can hang on NCCL; see `pptrace.checker.check`."""
-    from pptrace.checker import check as checked  # noqa: PLC0415 - imports torch
+    from pptrace.checker import check as checked
 
     return checked(schedule, **numbers)
 
@@ -143,13 +143,13 @@ def check(schedule: type | str, **numbers: Any) -> CheckResult:
 def run_folder() -> Path | None:
     """The folder of the current run; None while off or before the rank is known."""
     session = sys.modules.get("pptrace.hooks.session")
-    current = session._current if session is not None else None
+    current = session.current() if session is not None else None
     return current.folder if current is not None else None
 
 
 def _render(report: Report) -> str:
     """The report as the job prints it: plain text for a log."""
-    from pptrace.viewers.terminal import render_plain  # noqa: PLC0415 - when needed
+    from pptrace.viewers.terminal import render_plain
 
     return render_plain(report)
 

@@ -212,9 +212,7 @@ class BlackBox:
         self._channels_used = 0
         self._write_header(rank, world_size, run, attempt)
 
-    def _write_header(
-        self, rank: int, world_size: int, run: str, attempt: int
-    ) -> None:
+    def _write_header(self, rank: int, world_size: int, run: str, attempt: int) -> None:
         _IDENTITY.pack_into(
             self._map,
             0,
@@ -442,9 +440,7 @@ class BlackBox:
     ) -> None:
         """Sign of life of the monitor, and what the rank is doing now."""
         _NOW.pack_into(self._map, _O_NOW, step, pass_, stage, microbatch, state)
-        _U64x2.pack_into(
-            self._map, _O_HEARTBEAT, time.monotonic_ns(), time.time_ns()
-        )
+        _U64x2.pack_into(self._map, _O_HEARTBEAT, time.monotonic_ns(), time.time_ns())
 
     def set_emulation(self, blocked: int, sent: int, received: int) -> None:
         """Where the emulator stands: host threads blocked, messages sent and received.
@@ -661,9 +657,7 @@ def _read_channels(log: RankLog, table: bytes) -> list[ChannelState]:
         group = log.groups.get(group_index)
         if group is None:
             continue
-        src, dst = (
-            (log.rank, peer) if direction == Direction.SEND else (peer, log.rank)
-        )
+        src, dst = (log.rank, peer) if direction == Direction.SEND else (peer, log.rank)
         channel = Channel(group.key, Transport(transport), src, dst, tag)
         states.append(ChannelState(channel, Direction(direction), posted, done))
     return states

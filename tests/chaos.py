@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import pptrace
-from pptrace import blackbox
 from pptrace.diagnosis import diagnose
 from pptrace.errors import PptraceError
 from pptrace.hooks import session  # noqa: F401 - imported before the ranks are forked
@@ -91,8 +90,8 @@ def fork_rank(rank: int, port: int, out: Path, *, emulate: bool) -> int:
     try:
         train(rank, port, out, emulate=emulate)
     except BaseException:  # noqa: BLE001 - the rank's end, as an interpreter's would be
-        import atexit  # noqa: PLC0415
-        import traceback  # noqa: PLC0415
+        import atexit
+        import traceback
 
         kind, error, trace = sys.exc_info()
         traceback.print_exception(kind, error, trace)
@@ -131,7 +130,9 @@ def faults_of(report: Report, logs: dict[int, RankLog], victim: int) -> list[str
             faults.append(f"code is {report.findings[0].code}")
         else:
             faults += _owed(died[0], report, logs, victim)
-    faults += [f"r{rank}: {fault}" for rank, log in logs.items() for fault in _gaps(log)]
+    faults += [
+        f"r{rank}: {fault}" for rank, log in logs.items() for fault in _gaps(log)
+    ]
     return faults
 
 
@@ -165,10 +166,11 @@ def _gaps(log: RankLog) -> list[str]:
         faults.append(f"{log.torn} torn slots")
     if seqs and seqs[-1] < log.next_seq - 2:
         faults.append(f"last record {seqs[-1]}, next {log.next_seq}")
-    for record in log.records:
-        if not record.posted_ns or (record.kind is Kind.OP and record.group is None):
-            faults.append(f"record {record.seq} accepted half written")
-    return faults
+    return faults + [
+        f"record {record.seq} accepted half written"
+        for record in log.records
+        if not record.posted_ns or (record.kind is Kind.OP and record.group is None)
+    ]
 
 
 def _short(finding: Finding | None) -> str:
@@ -179,7 +181,7 @@ def _short(finding: Finding | None) -> str:
 
 def one_run(seed: int, folder: Path) -> Outcome:
     """One job, one kill."""
-    choose = random.Random(seed)  # noqa: S311 - reproducible, not secret
+    choose = random.Random(seed)
     victim = choose.randrange(RANKS)
     emulate = choose.random() < 0.7
     moment = choose.choice([choose.uniform(0, 0.6), choose.uniform(0.6, 2.5)])
@@ -197,7 +199,8 @@ def one_run(seed: int, folder: Path) -> Outcome:
         faults = faults_of(report, logs, victim)
     except PptraceError as error:
         # Killed before any rank had got as far as its black box.
-        return Outcome(seed, victim, moment, emulate, f"no files: {error}", ())
+        said = "".join(p.read_text()[-500:] for p in folder.glob("rank*.log"))
+        return Outcome(seed, victim, moment, emulate, f"no files: {error} {said}", ())
     finally:
         for pid in filter(None, pids):
             os.kill(pid, signal.SIGKILL)

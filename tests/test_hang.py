@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import Job, ranks, run_folder, torchrun, wait_for, write_script
-from test_hooks import PIPELINE
 
+from launch import Job, ranks, run_folder, torchrun, wait_for, write_script
 from pptrace.runs import load_run
+from test_hooks import PIPELINE
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_1f1b.py"
 
@@ -41,9 +41,7 @@ def hang(
         script,
         nproc,
         *arguments,
-        until=lambda: (
-            report_exists(out) and "pptrace explain" in printed.read_text()
-        ),
+        until=lambda: report_exists(out) and "pptrace explain" in printed.read_text(),
         timeout=100,
         PPTRACE_DIR=str(out),
         PPTRACE_HANG_AFTER="2",

@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launch import run_folder, torchrun, write_script
 
+from launch import run_folder, torchrun, write_script
 from pptrace import blackbox
 from pptrace.records import Direction, Flag, Kind, Pass, Record, Status, Transport
 
@@ -184,9 +184,7 @@ class TestWhatIsRecorded:
 
     def test_gloo_has_one_transport(self, healthy: dict[int, blackbox.RankLog]) -> None:
         """Without emulation no op claims a pair communicator on gloo."""
-        transports = {
-            r.transport for r in healthy[0].records if r.kind is Kind.OP
-        }
+        transports = {r.transport for r in healthy[0].records if r.kind is Kind.OP}
         assert transports == {Transport.GROUP}
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import Job, run_folder, torchrun
-from test_hang import EXAMPLE, copy_of
 
+from launch import Job, run_folder, torchrun
 from pptrace import blackbox
 from pptrace.records import Kind
+from test_hang import EXAMPLE, copy_of
 
 pytestmark = pytest.mark.multirank
 
