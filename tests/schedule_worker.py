@@ -37,8 +37,8 @@ class Case:
     schedule: str
     n: int
     source: str = "pptrace"
-    """``pptrace``, ``torch`` or ``unguarded``: torch's 1F1B without its refusal of fewer
-    microbatches than stages."""
+    """``pptrace``; ``torch``; ``installed`` (torch's, after `install`); ``unguarded``
+    (torch's 1F1B without its refusal of fewer microbatches than stages)."""
     metadata: str = "static"
     """``static`` (shapes given to the stage) or ``dynamic``."""
     steps: str = "tt"
@@ -163,9 +163,16 @@ def _schedule_class(case: Case) -> type:
         return getattr(torch_schedules, case.schedule)
     if case.source == "unguarded":
         return Unguarded
-    import pptrace.schedules
+    from pptrace import schedules
 
-    return getattr(pptrace.schedules, case.schedule)
+    if case.source == "installed":
+        schedules.install()
+        try:
+            name = case.schedule.removeprefix("Schedule")
+            return torch_schedules.get_schedule_class(name)
+        finally:
+            schedules.uninstall()
+    return getattr(schedules, case.schedule)
 
 
 class Unguarded(torch_schedules.Schedule1F1B):

@@ -9,11 +9,14 @@ import io
 import itertools
 import subprocess
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import pptrace.schedules
+from pptrace.checker import check
 from pptrace.errors import InputError
 from pptrace.schedules import actions
 from schedule_runs import Emulation, run_cases
@@ -65,6 +68,7 @@ def _single_cases(num_ranks: int) -> list[Case]:
     ]
     cases += [make(n, source="torch") for n in counts if n >= num_ranks]
     cases += [
+        make(1, source="installed"),
         make(2, tensors=2),
         make(2, scale_grads=False),
         make(2, loss=False, steps="ttf"),
@@ -152,7 +156,7 @@ def test_results_equal_the_model_without_a_pipeline(
 ) -> None:
     """Any number of microbatches, both metadata modes, several steps, eval between."""
     for case, ranks in ran.items():
-        if case.source == "pptrace":
+        if case.source != "torch":
             _assert_right(case, ranks)
 
 
@@ -236,6 +240,81 @@ def test_the_strict_check_finds_torchs_circle() -> None:
     )
 
 
+@pytest.mark.parametrize("name", [*_LOOPED, *_V_SHAPED])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_multi_stage_programs_wait_in_no_circle_either(
+    name: str, deferred: bool
+) -> None:
+    """Training and evaluation, receives early or late, every op blocking."""
+    for num_ranks, n in itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 5, 7, 9, 12)):
+        schedule = _construct(name, num_ranks, n, defer_pp_recv=deferred)
+        programs = schedule.programs()
+        forward = {
+            rank: [actions.parse(str(action)) for action in program]
+            for rank, program in schedule._forward_program.items()
+        }
+        for program in (programs, forward):
+            assert actions.rendezvous_problem(program) is None, (num_ranks, n)
+            assert _forwards(program) == {
+                (stage, mb) for stage in range(2 * num_ranks) for mb in range(n)
+            }
+
+
+def test_torchs_deferred_receives_do_wait_in_a_circle() -> None:
+    """Why the place of deferred receives is ours: the check finds torch's circle."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    stages = [_StubStage(0, 4, 2), _StubStage(2, 4, 2)]
+    schedule = torch_schedules.ScheduleInterleaved1F1B(stages, 4, defer_pp_recv=True)
+    programs = {
+        rank: [actions.parse(str(action)) for action in program]
+        for rank, program in schedule.pipeline_order_with_comms.items()
+    }
+    assert "rank 0 in" in str(actions.rendezvous_problem(programs))
+
+
+@pytest.mark.parametrize("name", [*_LOOPED, *_V_SHAPED])
+def test_where_torch_accepts_n_the_programs_are_torchs(name: str) -> None:
+    """Not one action differs, so bubble and microbatches in flight do not either."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    compared = 0
+    for num_ranks, n in itertools.product((2, 3, 4), range(1, 13)):
+        try:
+            stages = _stub_stages(name, num_ranks)
+            theirs = getattr(torch_schedules, name)(stages, n)
+        except ValueError:
+            continue
+        ours = _construct(name, num_ranks, n)
+        text = {
+            r: list(map(str, p)) for r, p in theirs.pipeline_order_with_comms.items()
+        }
+        assert {r: list(map(str, p)) for r, p in ours.programs().items()} == text
+        compared += 1
+    assert compared >= 15
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_the_checker_finds_nothing_in_a_fixed_schedule(name: str) -> None:
+    """Under both rules, lazy and eager, static and dynamic, training and evaluation."""
+    per_rank = 1 if name in _SINGLE else 2
+    for num_ranks, n in itertools.product((2, 3, 6), (1, 2, 5, 9)):
+        for rule, eager, metadata, forward_only in itertools.product(
+            ("split", "coalesced"), (False, True), ("static", "dynamic"), (False, True)
+        ):
+            result = check(
+                getattr(pptrace.schedules, name),
+                num_stages=num_ranks * per_rank,
+                num_ranks=num_ranks,
+                n_microbatches=n,
+                rule=rule,
+                eager=eager,
+                metadata=metadata,
+                forward_only=forward_only,
+            )
+            assert result.ok, (num_ranks, n, rule, eager, metadata, result.findings)
+
+
 def test_1f1b_is_the_schedule_one_expects() -> None:
     """The actions of a small case, read by eye."""
     text = " ".join(pptrace.schedules.actions_1f1b(1, 3, 3))
@@ -294,7 +373,7 @@ def test_a_fixed_schedule_looks_like_torchs() -> None:
     """Same name, same signature, a subclass."""
     from torch.distributed.pipelining import schedules as torch_schedules
 
-    for name in ("Schedule1F1B", "ScheduleGPipe"):
+    for name in _ALL:
         theirs = getattr(torch_schedules, name)
         ours = getattr(pptrace.schedules, name)
         assert ours.__name__ == name
@@ -306,10 +385,34 @@ def test_a_fixed_schedule_looks_like_torchs() -> None:
 class _StubStage:
     """As much of a stage as a constructor looks at."""
 
-    def __init__(self, index: int, num_stages: int) -> None:
+    submod = None
+    has_backward = False
+
+    def __init__(self, index: int, num_stages: int, num_ranks: int = 0) -> None:
         self.stage_index = index
         self.num_stages = num_stages
-        self.has_backward = False
+        self.group_size = num_ranks or num_stages
+        self.group_rank = 0
+
+
+def _stub_stages(name: str, num_ranks: int) -> list[_StubStage]:
+    last = 2 * num_ranks - 1
+    second = last if name in _V_SHAPED else num_ranks
+    return [_StubStage(index, last + 1, num_ranks) for index in (0, second)]
+
+
+def _construct(name: str, num_ranks: int, n: int, **options: Any) -> Any:
+    stages = _stub_stages(name, num_ranks)
+    return getattr(pptrace.schedules, name)(stages, n, **options)
+
+
+def _forwards(programs: actions.Programs) -> set[tuple[int, int | None]]:
+    return {
+        (action.stage, action.microbatch)
+        for program in programs.values()
+        for action in actions.flatten(program)
+        if action.kind == "F"
+    }
 
 
 def test_torchs_own_order_of_actions_is_known_to_its_tools() -> None:
@@ -336,3 +439,177 @@ def test_importing_the_package_does_not_import_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+# In torch's place.
+
+
+@pytest.fixture
+def _installed() -> Iterator[None]:
+    pptrace.schedules.install()
+    yield
+    pptrace.schedules.uninstall()
+
+
+def test_uninstall_puts_back_the_very_same_objects() -> None:
+    """In torch's modules and in a module that imported a class by name before."""
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    user = types.ModuleType("a_training_script")
+    user.Schedule1F1B = pipelining.Schedule1F1B  # type: ignore[attr-defined]
+    user.mine = user.Schedule1F1B  # type: ignore[attr-defined]
+    user.other = pipelining.PipelineStage  # type: ignore[attr-defined]
+    modules = [torch_schedules, pipelining, user]
+    sys.modules[user.__name__] = user
+    try:
+        before = [dict(vars(module)) for module in modules]
+        for _ in range(2):
+            pptrace.schedules.install()
+            pptrace.schedules.install()
+            assert pptrace.schedules.is_installed()
+            assert user.Schedule1F1B is user.mine is pptrace.schedules.Schedule1F1B
+            pptrace.schedules.uninstall()
+            assert not pptrace.schedules.is_installed()
+        pptrace.schedules.uninstall()
+    finally:
+        del sys.modules[user.__name__]
+    for module, values in zip(modules, before, strict=True):
+        now = vars(module)
+        assert now.keys() == values.keys()
+        assert all(now[name] is value for name, value in values.items())
+
+
+@pytest.mark.usefixtures("_installed")
+def test_after_install_torch_hands_out_the_fixed_schedules() -> None:
+    """By name from both modules, and by torch's ``get_schedule_class``."""
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    for name in _ALL:
+        fixed = getattr(pptrace.schedules, name)
+        assert getattr(pipelining, name) is fixed
+        assert getattr(torch_schedules, name) is fixed
+        short = name.removeprefix("Schedule").lower()
+        assert torch_schedules.get_schedule_class(short) is fixed
+        assert pptrace.schedules.get_schedule_class(short) is fixed
+    assert pipelining.Schedule1F1B(_StubStage(0, 4), 1)._n_microbatches == 1
+
+
+def test_get_schedule_class_knows_what_torchs_knows() -> None:
+    """Any spelling of case; the base classes are torch's; others are refused."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    get = pptrace.schedules.get_schedule_class
+    assert get("1f1b") is pptrace.schedules.Schedule1F1B
+    assert get("DUALPIPEV") is pptrace.schedules.ScheduleDualPipeV
+    multi = torch_schedules.PipelineScheduleMulti
+    assert get("PipelineScheduleMulti") is multi
+    with pytest.raises(ValueError, match="nonsense"):
+        get("nonsense")
+
+
+def test_an_installation_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One line that names the schedules, however often it is asked for."""
+    with caplog.at_level("INFO", logger="pptrace"):
+        pptrace.schedules.install()
+        pptrace.schedules.install()
+        pptrace.schedules.uninstall()
+    (line,) = caplog.messages
+    assert "Schedule1F1B" in line
+
+
+def test_a_place_that_was_changed_meanwhile_is_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What somebody else put there stays, with a warning."""
+    from torch.distributed import pipelining
+
+    original = pipelining.ScheduleGPipe
+    pptrace.schedules.install()
+    other = type("ScheduleGPipe", (), {})
+    pipelining.ScheduleGPipe = other  # type: ignore[misc]
+    try:
+        pptrace.schedules.uninstall()
+        assert pipelining.ScheduleGPipe is other
+        assert "pipelining.ScheduleGPipe is not what pptrace put there" in caplog.text
+    finally:
+        pipelining.ScheduleGPipe = original  # type: ignore[misc]
+
+
+# Advice.
+
+
+def test_advice_on_a_batch_that_does_not_divide() -> None:
+    """What will fail, then the nearest numbers, each with its bubble share."""
+    advice = pptrace.schedules.advise(8, 3, 3, "1F1B")
+    assert not advice.ok
+    (problem,) = advice.problems
+    assert "2 of them have 3 rows, the others 2" in problem
+    assert [(s.batch_size, s.n_microbatches) for s in advice.settings] == [
+        (8, 2),
+        (8, 4),
+        (6, 3),
+        (9, 3),
+    ]
+    assert [s.needs_fixed for s in advice.settings] == [True, False, False, False]
+    assert advice.settings[1].bubble_share == pytest.approx(2 / 6)
+
+
+def test_advice_on_fewer_rows_than_microbatches_quotes_torchs_error() -> None:
+    """The message that a user would search for is in the answer."""
+    advice = pptrace.schedules.advise(2, 4, 4, "gpipe")
+    assert "Expecting 4 arg_mbs but got 2" in advice.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((8, 2, 4, "1F1B"), "refuses 2 microbatches on 4 stages"),
+        ((18, 9, 8, "Interleaved1F1B"), "not a multiple of its 2 rounds"),
+        ((16, 4, 8, "DualPipeV"), "refuses 4 microbatches on 8 stages"),
+    ],
+)
+def test_advice_on_what_torch_refuses(
+    numbers: tuple[int, int, int, str], expected: str
+) -> None:
+    """The fixed schedule runs it as it is: that comes first, with its bubble share."""
+    advice = pptrace.schedules.advise(*numbers)
+    assert expected in advice.problems[0]
+    first = advice.settings[0]
+    assert (first.batch_size, first.n_microbatches) == numbers[:2]
+    assert first.needs_fixed
+    assert 0 < first.bubble_share < 1
+
+
+def test_what_is_advised_divides_and_is_accepted() -> None:
+    """Every setting without a note runs on torch's own class; all divide the batch."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    for batch, n, num_stages in itertools.product(range(1, 14), range(1, 9), (2, 4)):
+        advice = pptrace.schedules.advise(batch, n, num_stages, "1F1B")
+        assert advice.ok == (batch % n == 0 and n >= num_stages)
+        for setting in advice.settings:
+            assert setting.batch_size % setting.n_microbatches == 0
+            if not setting.needs_fixed:
+                stage = _StubStage(0, num_stages)
+                torch_schedules.Schedule1F1B(stage, setting.n_microbatches)
+
+
+def test_advice_on_nonsense_is_one_clear_line() -> None:
+    """An unknown schedule, and stages that no ranks can share."""
+    with pytest.raises(InputError, match="known: 1F1B, GPipe"):
+        pptrace.schedules.advise(8, 4, 4, "2F2B")
+    with pytest.raises(InputError, match="do not divide over ranks"):
+        pptrace.schedules.advise(8, 4, 5, "DualPipeV")
+
+
+def test_programs_by_name_are_those_of_the_class() -> None:
+    """The same actions, asked for without a stage."""
+    for name in (*_LOOPED, *_V_SHAPED):
+        short = name.removeprefix("Schedule")
+        assert (
+            pptrace.schedules.programs(short, 3, 4) == _construct(name, 3, 4).programs()
+        )
+    with pytest.raises(InputError, match="exactly 2"):
+        pptrace.schedules.programs("DualPipeV", 3, 4, stages_per_rank=1)
