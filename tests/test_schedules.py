@@ -11,12 +11,13 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pptrace.schedules
-from pptrace.checker import check
+from pptrace.checker import check, check_csv
 from pptrace.errors import InputError
 from pptrace.schedules import actions
 from schedule_runs import Emulation, run_cases
@@ -331,6 +332,23 @@ def test_actions_survive_a_csv_round_trip() -> None:
     actions.write_csv(programs, file)
     file.seek(0)
     assert actions.read_csv(file) == programs
+
+
+def test_torch_loads_and_the_checker_reads_what_was_written(tmp_path: Path) -> None:
+    """1F1B for fewer microbatches than stages, as a file that torch's runtime takes."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    path = tmp_path / "1f1b.csv"
+    programs = pptrace.schedules.programs("1F1B", 4, 2)
+    with path.open("w") as file:
+        actions.write_csv(programs, file)
+    runtime = torch_schedules._PipelineScheduleRuntime([_StubStage(0, 4)], 2)
+    runtime._load_csv(str(path), format="compute_comms")
+    loaded = runtime.pipeline_order_with_comms
+    assert {r: list(map(str, p)) for r, p in loaded.items()} == {
+        r: list(map(str, p)) for r, p in programs.items()
+    }
+    assert check_csv(path).ok
 
 
 @pytest.mark.parametrize("text", ["F0", "0X1", "0F0 ", "(0F0)B", "0F0@", "0F0junk"])
