@@ -23,7 +23,7 @@ unexport PPTRACE_REPORT PPTRACE_FIX
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint chaos bench clean
+.PHONY: help demo test lint full chaos bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -50,6 +50,9 @@ lint: $(READY)  ## ruff and mypy
 	@files=$$(find pptrace hooks viewers -name '*.py' | wc -l); \
 	grep -q " $$files source files" build/mypy.txt || \
 	{ echo "mypy did not check all $$files files of pptrace, hooks and viewers"; exit 1; }
+
+full: $(READY)  ## 1F1B for every S, n, rule and metadata mode; writes docs/full.md
+	$(PY) tests/full.py
 
 chaos: $(READY)  ## SIGKILL one rank at a hundred random moments, check each report
 	$(PY) tests/chaos.py --runs 100
