@@ -235,7 +235,7 @@ def _merge(scene: Scene, found: list[Cause]) -> list[Cause]:
 
 def _no_mismatch(scene: Scene, quiet: list[Cause]) -> Cause:
     ranks = sorted({r for c in quiet for r in c.victims})
-    if any(scene.states[r].log.incomplete for r in ranks):
+    if holders.is_doubtful(scene, ranks):
         return holders.doubtful(scene, ranks)
     sentence = (
         f"no logical mismatch found: everything that {names(ranks) if ranks else 'the ranks'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pptrace import verdicts
 from pptrace.cycles import collective_cause, set_up_cause
@@ -13,6 +13,7 @@ from pptrace.scene import (
     PATIENCE_NS,
     Cause,
     Scene,
+    Side,
     began_ns,
     behind_text,
     clock_text,
@@ -41,6 +42,7 @@ __all__ = [
     "died",
     "doubtful",
     "explain_single",
+    "is_doubtful",
     "is_unknown",
     "missing_file",
     "nothing_wrong",
@@ -247,24 +249,45 @@ def untrusted(scene: Scene, root: Root) -> Cause:
     """Counts cannot be trusted: say what is known and why that is not enough."""
     ranks = sorted({*root.ranks, *(e.waiter for e in root.incoming)})
     waiting = waiting_text(root, NONE) or f"{names(ranks)} are stuck"
-    return _undetermined(scene, ranks, waiting, victims_of(scene, root, ()))
+    ops = list(waiting_ops(root))
+    return _undetermined(scene, ranks, ops, waiting, victims_of(scene, root, ()))
 
 
 def doubtful(scene: Scene, ranks: Sequence[int]) -> Cause:
     """Everything seems posted on both sides, but counts cannot be trusted."""
     waiting = f"{names(ranks)} wait for ops that seem to be posted on both sides"
-    return _undetermined(scene, ranks, waiting, tuple(ranks))
+    ops = [(r, op) for r in ranks for op in scene.graph.pending[r]]
+    return _undetermined(scene, ranks, ops, waiting, tuple(ranks))
+
+
+def is_doubtful(scene: Scene, ranks: Iterable[int]) -> bool:
+    """Whether counts of what these ranks have pending cannot be trusted."""
+    ops = [(r, op) for r in ranks for op in scene.graph.pending[r]]
+    return bool(_doubts(scene, ranks, ops))
+
+
+def _doubts(scene: Scene, ranks: Iterable[int], ops: Iterable[Side]) -> list[str]:
+    """Why counts of these ranks, or of the channels of these ops, may be wrong."""
+    found = [
+        f"r{r}: {scene.states[r].log.incomplete}"
+        for r in ranks
+        if r in scene.states and scene.states[r].log.incomplete
+    ]
+    for rank, op in ops:
+        if op.group is not None and not op.flags & Flag.ANY_SOURCE:
+            found += filter(None, [scene.views[op.channel(rank)].incomplete])
+    return list(dict.fromkeys(found))
 
 
 def _undetermined(
-    scene: Scene, ranks: Sequence[int], waiting: str, victims: tuple[int, ...]
+    scene: Scene,
+    ranks: Sequence[int],
+    ops: Sequence[Side],
+    waiting: str,
+    victims: tuple[int, ...],
 ) -> Cause:
     known = [r for r in ranks if r in scene.states]
-    reasons = [
-        f"r{r}: {scene.states[r].log.incomplete}"
-        for r in known
-        if scene.states[r].log.incomplete
-    ]
+    reasons = _doubts(scene, known, ops)
     sentence = f"undetermined: {waiting}"
     if reasons:
         sentence += f", but counts of ops cannot be trusted ({'; '.join(reasons[:3])})"

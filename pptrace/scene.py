@@ -66,6 +66,9 @@ PATIENCE_NS = 200_000_000
 CYCLE_NS = 2_000_000_000
 """Age of a cycle that hosts could still leave (CUDA's waits do not block them)."""
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+_LIBRARY = re.compile(r"/(torch|pptrace|hooks)/")
+
 Side = tuple[int, Record]
 """An op and the rank that posted it."""
 
@@ -343,21 +346,21 @@ def headline(exception: Record | None) -> str:
 
 
 def stack_lines(state: RankState) -> tuple[str, ...]:
-    """Where the main thread is, from the stacks saved at detection or death."""
-    blocks = re.split(
-        r"\n\s*\n|(?=^(?:Current t|T)hread 0x)", state.log.stacks, flags=re.MULTILINE
+    """Where the main thread is, from the stacks saved at detection or death.
+
+    Its innermost frame, and the innermost that is not torch's or ours.
+    """
+    last: list[tuple[str, str, str]] = []
+    for block in re.split(r"\n(?=.*[Tt]hread 0x)", state.log.stacks):
+        frames = _FRAME.findall(block)
+        if frames and frames[-1][2] == "<module>":  # only the main thread begins there
+            last = frames
+    own = [f for f in last if not _LIBRARY.search(f[0])]
+    chosen = dict.fromkeys([*last[:1], *own[:1]])
+    return tuple(
+        f"stack of r{state.rank}: {path}:{line} in {name}"
+        for path, line, name in chosen
     )
-    frames: list[str] = []
-    for block in blocks:
-        found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', block)
-        if found and not any(
-            "pptrace" in path and "monitor" in path for path, _, _ in found
-        ):
-            frames = [f"{path}:{line} in {name}" for path, line, name in found]
-    own = [f for f in frames if "/torch/" not in f and "/pptrace/" not in f]
-    top = frames[:1]
-    near = own[:1]
-    return tuple(f"stack of r{state.rank}: {f}" for f in dict.fromkeys([*top, *near]))
 
 
 def op_evidence(scene: Scene, rank: int, record: Record) -> str:

@@ -8,6 +8,7 @@ written up to where it got.
 from __future__ import annotations
 
 import cProfile
+import dataclasses
 import json
 import pstats
 import re
@@ -586,6 +587,33 @@ def test_a_slow_rank_is_a_note_not_a_deadlock() -> None:
     )  # fmt: skip
     assert report.findings[0].severity == "note"
     assert report.exit_code == 0
+
+
+STACKS = """\
+pptrace: no progress for 2 s on rank 0; Python stacks at 1796140003.593
+Current thread 0x00007f0fb36036c0 (most recent call first):
+  File "/env/pptrace/hooks/monitor.py", line 335 in _dump_stacks
+  File "/lib/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f0fd5e76b80 (most recent call first):
+  File "/env/torch/nn/functional.py", line 10 in linear
+  File "/home/me/model.py", line 42 in forward
+  File "/env/torch/nn/modules/module.py", line 1789 in _call_impl
+  File "/home/me/train.py", line 17 in <module>
+pptrace: end of stacks
+"""
+
+
+def test_the_stack_of_a_slow_rank_is_quoted() -> None:
+    """The main thread's innermost frame, and the innermost of the user's own code."""
+    job = Job("F0; S F0>1; R B0<1", "R F0<0; hang F0")
+    job.logs[1].stacks = STACKS
+    report = job.report()
+    assert report.findings[0].code == verdicts.STRAGGLER
+    assert report.findings[0].evidence[-2:] == (
+        "stack of r1: /env/torch/nn/functional.py:10 in linear",
+        "stack of r1: /home/me/model.py:42 in forward",
+    )
 
 
 def test_ops_in_flight_of_a_running_job_are_no_finding() -> None:
@@ -1514,6 +1542,14 @@ def test_the_same_exception_everywhere_is_one_finding() -> None:
         Job(*["raise ValueError: no such file"] * 4), verdicts.RAISED, range(4)
     )
     assert len(report.findings) == 1
+
+
+def test_an_uncertain_channel_is_undetermined() -> None:
+    """One channel whose count may be wrong: that is the reason given."""
+    job = Job("F0; S F0>1; R B0<1", "R F0<0; F0; sleep")
+    log = job.logs[0]
+    log.channels = [dataclasses.replace(c, uncertain="cut off") for c in log.channels]
+    expect(job, verdicts.UNDETERMINED, [], "cut off")
 
 
 def test_a_dead_rank_is_named_even_if_counts_are_incomplete() -> None:
