@@ -268,8 +268,10 @@ class Monitor(threading.Thread):
 
     def _explain(self, logs: dict[int, RankLog], reason: str) -> Report | None:
         from pptrace.diagnosis import diagnose
+        from pptrace.progress import add_progress
 
         report = diagnose(logs, run=str(self._folder), trigger=reason)
+        report = add_progress(report, logs, self._folder)
         if report.exit_code == 0:
             # A straggler, or nothing at all: look again later, less eagerly.
             self._patience = min(self._patience * 2, 16.0)

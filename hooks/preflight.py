@@ -7,15 +7,20 @@ alike. A schedule too large for the budget is skipped with a note.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pptrace import progress
 from pptrace.errors import PptraceError, PreflightError
 from pptrace.hooks.recorder import Recorder
 from pptrace.records import ScheduleRun
 from pptrace.report import Finding
+
+if TYPE_CHECKING:
+    from pptrace.plan import Plan
 
 __all__ = ["Preflight"]
 
@@ -99,7 +104,15 @@ class Preflight:
             # Constructed anew with plain arguments it refuses; the real one exists.
             self._recorder.note(f"preflight skipped: {run.name} is made otherwise")
             return []
+        self._save_plan(result.plan, job)
         return [f for f in result.findings if f.severity == "error"]
+
+    def _save_plan(self, plan: Plan, job: _Job) -> None:
+        """Leave the plan beside the black boxes: a report shows progress against it."""
+        if 0 in job.run.stages:
+            with contextlib.suppress(OSError):
+                folder = self._recorder.box.path.parent
+                progress.save(plan, job.run, folder, forward_only=job.forward_only)
 
 
 def _message(job: _Job, wrong: list[Finding]) -> str:

@@ -258,12 +258,17 @@ def _diagnose(run: Run) -> Report:
     with _Busy("looking for the cause"):
         from pptrace import diagnosis
 
-        return diagnosis.diagnose(
+        report = diagnosis.diagnose(
             run.logs,
             now_wall_ns=run.now_wall_ns,
             run=str(run.path),
             problems=run.problems,
         )
+        if any(run.path.glob("plan-*.json")):
+            from pptrace.progress import add_progress
+
+            report = add_progress(report, run.logs, run.path)
+        return report
 
 
 def _write_report(report: Report, *, width: int | None, in_color: bool) -> None:

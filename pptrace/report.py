@@ -73,6 +73,9 @@ class RankView:
     """Age of the rank's last record at the time of the report."""
     pending: int = 0
     """Ops not complete."""
+    progress: str = ""
+    """Plan against fact: ``op 3 of 14, next expected irecv B0←r1``; empty without a
+    plan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ CONFIG_DIFFERS = "PPT023"
 RUN_NOT_STARTED = "PPT024"
 STARTUP_NOT_JOINED = "PPT025"
 REFUSED = "PPT026"
+LEFT_THE_PLAN = "PPT027"
 COLLECTIVE_VS_P2P = "PPT030"
 COLLECTIVE_NOT_ENTERED = "PPT031"
 COLLECTIVE_ORDER = "PPT032"
@@ -357,6 +358,23 @@ _ALL = (
         multiple of the ranks, or at least the number of stages.
         """,
         ("choose numbers the schedule accepts; the sentence quotes its reason",),
+    ),
+    Verdict(
+        LEFT_THE_PLAN,
+        "left the plan",
+        "A rank posted another op than its schedule's plan has at that place.",
+        """
+        The checker's plan of the same schedule, stages and microbatches is laid beside
+        the ops that each rank recorded in its current step. The rank named is the one
+        whose first deviation comes earliest. Said only where nothing else explains the
+        run: in a hang that is explained, deviations are consequences.
+        """,
+        (
+            (
+                "look at what the rank did before the op: a schedule changed at run time,"
+                " a stage that makes its ops conditionally, an exception that was caught"
+            ),
+        ),
     ),
     Verdict(
         COLLECTIVE_VS_P2P,

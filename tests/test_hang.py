@@ -89,6 +89,7 @@ class TestFoundingCase:
             assert "lone irecv F1←r0" in sentence
             assert "n=2 < S=4" in sentence
             assert "pptrace.schedules.Schedule1F1B" in " ".join(verdict["remedy"])
+        assert [v["progress"] for v in live["ranks"]][1].startswith("op 3 of 8, next")
         assert live["trigger"].startswith("no progress for")
         assert job.output.count("PPT001 transport split: culprit") == 1
         assert {o["edge"] for o in live["pending"] if o["reason"] == "unmatched"} >= {

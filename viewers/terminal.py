@@ -236,6 +236,8 @@ def _rank_details(page: _Page, row: Sequence[RankView]) -> str:
     steps = sorted({r.step for r in row if r.step is not None})
     if steps:
         parts.append(f"{_plural('step', len(steps))} {_numbers(steps)}")
+    if len(row) == 1 and first.progress:
+        parts.append(first.progress)
     pending = sum(r.pending for r in row)
     if pending:
         parts.append(f"{_count(pending, 'op')} open")
