@@ -14,13 +14,14 @@ The converse does not hold: a plan that fails here needs the whole simulation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from pptrace.compact import Symbol, Tape
 from pptrace.plan import (
     Action,
     Batch,
     Edge,
-    Instruction,
     Leave,
     Op,
     Plan,
@@ -28,10 +29,11 @@ from pptrace.plan import (
     Sync,
     Wait,
 )
+from pptrace.records import Direction, Group, Pass
 
 __all__ = ["meets_in_order"]
 
-_QUIET = (Wait, Action, Sync, Step, Leave)
+_QUIET = (Wait, Symbol, Action, Sync, Step, Leave)
 
 
 def meets_in_order(plan: Plan, *, preconnected: bool = False) -> bool:
@@ -49,148 +51,261 @@ class _Place:
 
     def __init__(self) -> None:
         self.rank = -1
-        self.posted: Op | Batch | None = None
+        self.posted: Any = None  # an op, a batch, or a list of symbols
+
+
+class _Rank:
+    """One rank: its items, and for its symbols, by code, where and what they meet."""
+
+    __slots__ = ("alone", "batched", "edges", "is_up", "items", "mirrors", "number")
+
+    def __init__(self, number: int, program: Any) -> None:
+        is_tape = isinstance(program, Tape)
+        self.number = number
+        self.items: Iterator[Any] = iter(program.items if is_tape else program)
+        self.edges: Sequence[Edge | None] = program.edges if is_tape else ()
+        self.is_up = True
+        """Nothing is left to set up before its batches of symbols."""
+        # Under the coalesced rule a symbol that is alone is a batch, too.
+        self.alone: list[_Place | None] = [None] * len(self.edges)
+        self.batched: list[_Place | None] = [None] * len(self.edges)
+        self.mirrors: list[int] = [-1] * len(self.edges)
 
 
 class _Look:
     """One look at a plan; ``run`` may be called once."""
 
     def __init__(self, plan: Plan, *, preconnected: bool) -> None:
-        self._programs: dict[int, Iterator[Instruction]] = {
-            rank: iter(plan.programs[rank]) for rank in plan.ranks
-        }
-        self._running = list(self._programs)
+        self._ranks = {rank: _Rank(rank, plan.programs[rank]) for rank in plan.ranks}
+        self._running = list(self._ranks)
         self._preconnected = preconnected
         self._ended = 0
-        self._places: dict[
-            tuple[int, int, int, bool], _Place
-        ] = {}  # by id of the group
-        # One lookup per op: the places of an edge, and the edge it was seen to mirror.
-        self._single: dict[Edge, _Place] = {}
-        self._batched: dict[Edge, _Place] = {}
+        self._places: dict[tuple[object, ...], _Place] = {}
         self._mirrors: dict[Edge, Edge] = {}
-        self._set_up: dict[int, dict[int, Batch]] = {}  # by id of the group
-        self._held: dict[int, Batch] = {}
+        self._set_up: dict[int, dict[int, Any]] = {}  # by id of the group
+        self._held: dict[int, Any] = {}
+        self._prepare(plan)
 
     def run(self) -> bool:
         """Run all ranks as far as they get; returns whether all got to the end."""
         while self._running:
-            rank = self._running.pop()
-            held = self._held.pop(rank, None)
-            met = held is None or self._meet_batch(rank, held)
+            rank = self._ranks[self._running.pop()]
+            held = self._held.pop(rank.number, None)
+            met: bool | None = True
+            if held is not None:
+                met = self._meet(rank, held)
+            if met:
+                met = self._advance(rank)
             if met is None:
                 return False
-            if met and not self._advance(rank):
-                return False
-        return self._ended == len(self._programs)
+        return self._ended == len(self._ranks)
 
-    def _advance(self, rank: int) -> bool:
-        """Run one rank until it blocks; returns False where the look is over."""
-        single = self._single
-        for instruction in self._programs[rank]:
-            if type(instruction) in _QUIET:
+    def _prepare(self, plan: Plan) -> None:
+        """Find where each rank's symbols meet, and the code of what they meet."""
+        messages: dict[tuple[object, ...], tuple[_Rank, int]] = {}
+        for rank in self._ranks.values():
+            for code, edge in enumerate(rank.edges):
+                if edge is None:
+                    continue
+                splits = plan.programs[rank.number].splits  # type: ignore[attr-defined]
+                kind = "single symbols" if splits else "symbols"
+                rank.alone[code] = self._place(rank, edge, kind)
+                rank.batched[code] = self._place(rank, edge, "symbols")
+                rank.is_up = edge.group.eager or self._preconnected
+                is_send = edge.direction is Direction.SEND
+                step = 1 if edge.pass_ is Pass.F else -1
+                source = edge.stage if is_send else edge.stage - step
+                message = (edge.pass_, source, edge.index, edge.signature)
+                other = messages.pop((*message, not is_send), None)
+                if other is None:
+                    own = (*message, is_send)
+                    messages[own] = (rank, code)
+                elif other[0].number == edge.peer:
+                    rank.mirrors[code] = other[1]
+                    other[0].mirrors[other[1]] = code
+
+    def _place(self, rank: _Rank, edge: Edge, kind: str) -> _Place:
+        low, high = sorted((rank.number, edge.peer))
+        key = (kind, id(edge.group), low, high)
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = _Place()
+        return found
+
+    def _advance(self, rank: _Rank) -> bool | None:
+        """Run a rank: whether it got to the end; None where the look is over."""
+        running, alone, mirrors = self._running, rank.alone, rank.mirrors
+        for item in rank.items:
+            kind = type(item)
+            if kind is int or kind is list:
                 continue
-            if isinstance(instruction, Batch):
-                met = self._batch(rank, instruction)
-                if met is None:
-                    return False
+            if kind is not tuple:
+                met = self._instruction(rank, item)
                 if not met:
-                    return True
+                    return met
                 continue
-            if not isinstance(instruction, Op):
-                return False
-            edge = instruction.edge
-            place = single.get(edge)
+            # One symbol, or two of a mixed batch: nearly all of a schedule.
+            symbols = item[0]
+            first = symbols[0]
+            if len(symbols) == 1:
+                place = alone[first.code]
+            else:
+                place = self._place_of_pair(rank, symbols)
             if place is None:
-                place = single[edge] = self._place(rank, edge, batched=False)
+                return None
+            if not rank.is_up and place is rank.batched[first.code]:
+                rank.is_up = True
+                if not self._come(rank, symbols):
+                    return False
             other = place.posted
             if other is None:
-                place.posted, place.rank = instruction, rank
-                return True
-            if not self._is_mirror(instruction, other):
+                place.posted, place.rank = symbols, rank.number
                 return False
+            mate = other[0]
+            if (
+                mirrors[first.code] != mate.code
+                or first.microbatch != mate.microbatch
+                or len(symbols) + len(other) > 2
+            ) and not _is_mirror(mirrors, symbols, other):
+                return None
             place.posted = None
-            self._running.append(place.rank)
+            running.append(place.rank)
         self._ended += 1
         return True
 
-    def _place(self, rank: int, edge: Edge, *, batched: bool) -> _Place:
-        low, high = sorted((rank, edge.peer))
-        return self._places.setdefault((id(edge.group), low, high, batched), _Place())
+    @staticmethod
+    def _place_of_pair(rank: _Rank, symbols: list[Symbol]) -> _Place | None:
+        """Where a send and a receive with one peer meet; None for anything else."""
+        if len(symbols) > 2:
+            return None
+        one, two = symbols[0].code, symbols[1].code
+        place = rank.batched[one]
+        return place if (one ^ two) & 1 and rank.batched[two] is place else None
 
-    def _is_mirror(self, op: Op, other: Op | Batch) -> bool:
-        """Whether two ops are the two ends of one message."""
-        if not isinstance(other, Op) or op.microbatch != other.microbatch:
-            return False
-        a, b = op.edge, other.edge
-        if self._mirrors.get(a) is b:  # seen before
+    def _instruction(self, rank: _Rank, item: Any) -> bool | None:
+        """Anything but symbols: whether the rank goes on; None if the look is over."""
+        if isinstance(item, _QUIET):
             return True
-        if (
-            a.direction is b.direction
-            or a.pass_ is not b.pass_
-            or a.index != b.index
-            or a.signature != b.signature
-            or a.name != b.name
-        ):
+        if isinstance(item, Batch):
+            group = item.ops[0].edge.group
+            is_up = group.eager or self._preconnected
+            if not (is_up or self._has_come(rank, group)) and not self._come(
+                rank, item
+            ):
+                return False
+        elif not isinstance(item, Op):
+            return None
+        return self._meet(rank, item)
+
+    # set-up of a group
+
+    def _has_come(self, rank: _Rank, group: Group) -> bool:
+        return rank.number in self._set_up.get(id(group), ())
+
+    def _come(self, rank: _Rank, posted: Any) -> bool:
+        """A rank's first call on a group: whether all ranks have come to theirs."""
+        group = _group_of(rank, posted)
+        waiting = self._set_up.setdefault(id(group), {})
+        if rank.number in waiting:
+            return True
+        waiting[rank.number] = posted
+        if len(waiting) < len(group.ranks):
             return False
-        self._mirrors[a], self._mirrors[b] = b, a
+        for other, first in waiting.items():
+            if other != rank.number:
+                self._held[other] = first
+                self._running.append(other)
         return True
 
-    # batches
+    # meeting
 
-    def _batch(self, rank: int, batch: Batch) -> bool | None:
-        """Post a batch: whether it has met; None where the look is over."""
-        group = batch.ops[0].edge.group
-        if not (group.eager or self._preconnected):
-            waiting = self._set_up.setdefault(id(group), {})
-            if rank not in waiting:
-                waiting[rank] = batch
-                if len(waiting) < len(group.ranks):
-                    return False
-                for other, first in waiting.items():
-                    if other != rank:
-                        self._held[other] = first
-                        self._running.append(other)
-        return self._meet_batch(rank, batch)
-
-    def _meet_batch(self, rank: int, batch: Batch) -> bool | None:
-        place: _Place | None = None
-        for op in batch.ops:
-            found = self._batched.get(op.edge)
-            if found is None:
-                found = self._place(rank, op.edge, batched=True)
-                self._batched[op.edge] = found
-            if place is not None and place is not found:
-                return None  # it has several peers or groups
-            place = found
-        assert place is not None
+    def _meet(self, rank: _Rank, posted: Any) -> bool | None:
+        """Post something: whether it has met; None where the look is over."""
+        place = self._place_of(rank, posted)
+        if place is None:
+            return None
         other = place.posted
         if other is None:
-            place.posted, place.rank = batch, rank
+            place.posted, place.rank = posted, rank.number
             return False
-        if not isinstance(other, Batch) or not self._mirrors_batch(batch, other):
+        if isinstance(posted, list):
+            matches = _is_mirror(rank.mirrors, posted, other)
+        else:
+            matches = self._mirrors_ops(posted, other)
+        if not matches:
             return None
         place.posted = None
         self._running.append(place.rank)
         return True
 
-    def _mirrors_batch(self, batch: Batch, other: Batch) -> bool:
-        """Whether each op has its partner in the other batch, in the same order."""
-        if len(batch.ops) != len(other.ops):
-            return False
-        sends, recvs = _split(batch)
-        other_sends, other_recvs = _split(other)
+    def _place_of(self, rank: _Rank, posted: Any) -> _Place | None:
+        """Where something meets; None if it has several peers or groups."""
+        if isinstance(posted, list):
+            code: int = posted[0].code
+            return rank.batched[code]
+        if isinstance(posted, Op):
+            return self._place(rank, posted.edge, "op")
+        places = [self._place(rank, op.edge, "batch") for op in posted.ops]
+        return places[0] if all(place is places[0] for place in places) else None
+
+    def _mirrors_ops(self, posted: Op | Batch, other: Op | Batch) -> bool:
+        """Whether each op has its partner on the other side, in the same order."""
+        sends, recvs = _sides(posted)
+        other_sends, other_recvs = _sides(other)
         return (
             len(sends) == len(other_recvs)
-            and all(map(self._is_mirror, sends, other_recvs))
-            and all(map(self._is_mirror, recvs, other_sends))
+            and len(recvs) == len(other_sends)
+            and all(map(self._mirrors_op, sends, other_recvs))
+            and all(map(self._mirrors_op, recvs, other_sends))
         )
 
+    def _mirrors_op(self, op: Op, other: Op) -> bool:
+        """Whether two ops are the two ends of one message."""
+        if op.microbatch != other.microbatch:
+            return False
+        a, b = op.edge, other.edge
+        if self._mirrors.get(a) is b:  # seen before
+            return True
+        if (a.pass_, a.index, a.signature, a.name) != (
+            b.pass_,
+            b.index,
+            b.signature,
+            b.name,
+        ):
+            return False
+        self._mirrors[a], self._mirrors[b] = b, a
+        return True
 
-def _split(batch: Batch) -> tuple[list[Op], list[Op]]:
-    """The sends and the receives of a batch."""
-    sends: list[Op] = []
-    recvs: list[Op] = []
-    for op in batch.ops:
-        (sends if op.edge.direction == 1 else recvs).append(op)
-    return sends, recvs
+
+def _group_of(rank: _Rank, posted: Any) -> Group:
+    edge = (
+        rank.edges[posted[0].code] if isinstance(posted, list) else posted.ops[0].edge
+    )
+    assert edge is not None
+    group: Group = edge.group
+    return group
+
+
+def _sides(posted: Op | Batch) -> tuple[list[Op], list[Op]]:
+    """The sends and the receives."""
+    ops = posted.ops if isinstance(posted, Batch) else (posted,)
+    sends = [op for op in ops if op.edge.direction is Direction.SEND]
+    return sends, [op for op in ops if op.edge.direction is Direction.RECV]
+
+
+def _is_mirror(mirrors: list[int], symbols: list[Symbol], other: list[Symbol]) -> bool:
+    """Whether one or two symbols and those of the other side are the same messages."""
+    first, mate = symbols[0], other[0]
+    if len(symbols) != len(other):
+        return False
+    if len(symbols) == 1:
+        return mirrors[first.code] == mate.code and first.microbatch == mate.microbatch
+    second, its_mate = symbols[1], other[1]
+    if mirrors[first.code] != mate.code:
+        mate, its_mate = its_mate, mate
+    return (
+        mirrors[first.code] == mate.code
+        and first.microbatch == mate.microbatch
+        and mirrors[second.code] == its_mate.code
+        and second.microbatch == its_mate.microbatch
+    )

@@ -23,31 +23,35 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining import stage as torch_stage
 
-from pptrace.plan import Action, Batch, Collective, Edge, Instruction, Op, Wait
+from pptrace.compact import (
+    ACTIONS,
+    KINDS,
+    NEXT_ACTION,
+    Symbol,
+    Tape,
+    action_number,
+    symbol_code,
+)
+from pptrace.plan import Batch, Collective, Edge, Op, Wait
 from pptrace.records import Direction, Group, Pass
 from pptrace.semantics import Rule
 
-__all__ = ["Recorder", "StubGroup", "StubStage", "recording"]
+__all__ = ["OwnStage", "Recorder", "StubGroup", "StubStage", "Symbols", "recording"]
 
 _STAGE: Any = torch_stage.PipelineStage
-_wait = tuple.__new__
-"""Makes named tuples at half the price; there are hundreds of thousands."""
 
 
 class _Now:
     """The recording that goes on: there is one at a time."""
 
     thread = 0
+    plain_thread = 0
+    """The same while only torch's own code runs: the short way."""
     recorder: Recorder
-    trace: list[Instruction]
+    append: Callable[[Any], None]
 
 
 _now = _Now()
-
-
-def _is_recording() -> bool:
-    """Whether this thread records."""
-    return _now.thread == threading.get_ident()
 
 
 class _StubWork:
@@ -56,7 +60,7 @@ class _StubWork:
     __slots__ = ()
 
     def wait(self, *_: object) -> bool:
-        _now.trace.append(_wait(Wait, (self,)))
+        _now.append(Wait(self))  # type: ignore[arg-type]
         return True
 
     synchronize = wait
@@ -65,10 +69,25 @@ class _StubWork:
         return False
 
 
-class _StubOp(_StubWork, Op):
+class _StubSymbol(Symbol):
     """An op that passes for torch's ``P2POp``, and for the ``Work`` it becomes."""
 
     __slots__ = ()
+
+    def wait(self, *_: object) -> bool:
+        _now.append(self)
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        return False
+
+    @property
+    def edge(self) -> Edge:
+        edge = _now.recorder.edges[self.code]
+        assert edge is not None
+        return edge
 
     @property
     def op(self) -> Any:
@@ -94,6 +113,12 @@ class _StubOp(_StubWork, Op):
     tag = 0
 
 
+class _StubOp(_StubWork, Op):
+    """An op without a label that passes for its ``Work``."""
+
+    __slots__ = ()
+
+
 class _StubBatch(_StubWork, Batch):
     """A coalesced batch that passes for its one ``Work``."""
 
@@ -104,6 +129,24 @@ class _StubCollective(_StubWork, Collective):
     """A collective that passes for its ``Work``."""
 
     __slots__ = ()
+
+
+class Symbols:
+    """The ops of all microbatches by slot and kind, shared by all ranks.
+
+    ``of(slot, kind)[microbatch]`` is a list with the one op, as a stage hands it out.
+    """
+
+    def __init__(self, n_microbatches: int) -> None:
+        self._n = n_microbatches
+        self._lists: dict[int, list[list[Any]]] = {}
+        self.nothing: list[list[Any]] = [[] for _ in range(n_microbatches)]
+
+    def of(self, slot: int, kind: int) -> list[list[Any]]:
+        code = symbol_code(slot, kind)
+        if code not in self._lists:
+            self._lists[code] = [[_StubSymbol(code, mb)] for mb in range(self._n)]
+        return self._lists[code]
 
 
 class StubGroup(dist.ProcessGroup):
@@ -148,31 +191,38 @@ class StubGroup(dist.ProcessGroup):
 class Recorder:
     """Writes down, in order, what one rank posts, waits for and computes."""
 
-    def __init__(self, group: StubGroup, rule: Rule) -> None:
+    def __init__(
+        self, group: StubGroup, rule: Rule, symbols: Symbols, *, is_plain: bool
+    ) -> None:
         self.group = group
-        self.trace: list[Instruction] = []
-        self._splits = rule is Rule.SPLIT
-        # 2.6 and 2.7 give back one work or None, later ones a list.
-        self._returns_list = hasattr(torch_schedules, "_wait_batch_p2p")
+        self.symbols = symbols
+        self.is_plain = is_plain and _returns_list
+        """Torch's code alone: it does not change lists it was given."""
+        self.items: list[Any] = []
+        self.edges: list[Edge | None] = []
+        self.splits = rule is Rule.SPLIT
 
     def begin(self) -> None:
         """This thread's next calls are this rank's."""
         _now.recorder = self
-        _now.trace = self.trace
+        _now.append = self.items.append
 
-    def batch_p2p(self, p2p_ops: list[Any], desc: str | None = None) -> Any:
-        """Stand in for ``_batch_p2p``."""
-        ops, works = p2p_ops, []
-        if any(type(op) is not _StubOp for op in ops):
-            ops = [self._to_op(op) for op in ops]
-        if self._splits and len({op.edge.direction for op in ops}) < 2:
-            self.trace += ops
-            works = ops
-        elif ops:
-            works = [self._coalesced(ops, desc or "")]
-        if self._returns_list:
-            return works
-        return works[-1] if works else None
+    def tape(self, stages: list[int]) -> Tape:
+        """What was recorded."""
+        return Tape(self.items, self.edges, stages, splits=self.splits)
+
+    def batch_p2p(self, p2p_ops: list[Any], desc: str | None) -> Any:
+        """Stand in for ``_batch_p2p`` where ops and works may be anybody's."""
+        if not p2p_ops:
+            return _as_torch([])
+        if all(type(op) is _StubSymbol for op in p2p_ops):
+            self.items.append(([*p2p_ops], desc))
+            return _as_torch([*p2p_ops])
+        ops = [self._to_op(op) for op in p2p_ops]
+        if self.splits and len({op.edge.direction for op in ops}) == 1:
+            self.items += ops
+            return _as_torch(ops)
+        return _as_torch([self._coalesced(ops, desc or "")])
 
     def batch_isend_irecv(self, p2p_op_list: list[Any]) -> list[Any]:
         """Stand in for ``batch_isend_irecv``."""
@@ -181,33 +231,44 @@ class Recorder:
     def post_one(self, edge: Edge) -> Any:
         """Post a single op without a label."""
         op = _StubOp(edge)
-        self.trace.append(op)
+        self.items.append(op)
         return op
 
     def collective(self, name: str, group: Group) -> Any:
         """Post a collective."""
         work = _StubCollective(name, group)
-        self.trace.append(work)
+        self.items.append(work)
         return work
 
     def _coalesced(self, ops: list[_StubOp], desc: str) -> _StubBatch:
         batch = _StubBatch(ops, desc)
-        self.trace.append(batch)
+        self.items.append(batch)
         return batch
 
     def _to_op(self, op: Any) -> _StubOp:
-        """What a schedule's own ``P2POp`` says."""
-        if type(op) is _StubOp:
-            return op
+        """What a ``P2POp`` says, a stage's or the schedule's own."""
+        if type(op) is _StubSymbol:
+            return _StubOp(op.edge, op.microbatch)
         direction = Direction.SEND if op.op is dist.isend else Direction.RECV
         group = op.group if isinstance(op.group, StubGroup) else self.group
         return _StubOp(group.edge(direction, op.group_peer))
+
+
+# 2.6 and 2.7 give back one work or None, later ones a list.
+_returns_list = hasattr(torch_schedules, "_wait_batch_p2p")
+
+
+def _as_torch(works: list[Any]) -> Any:
+    if _returns_list:
+        return works
+    return works[-1] if works else None
 
 
 class StubStage(_STAGE):  # type: ignore[misc]
     """A pipeline stage that computes nothing and owns nothing.
 
     ``isinstance`` of torch's ``PipelineStage``, whose constructor does not run.
+    `place` says which stage of which rank it is.
     """
 
     def __init__(self, index: int, num_stages: int, recorder: Recorder) -> None:
@@ -227,59 +288,76 @@ class StubStage(_STAGE):  # type: ignore[misc]
         self.args_recv_info: dict[int, Any] = {0: ()}
         self.act_send_info: dict[int, Any] = {}
         self.output_chunks: list[Any] = []
-        self.recorder = recorder
-        self._edges: dict[tuple[Direction, Pass], list[Edge]] = {}
+        self._recorder = recorder
+        self._append = recorder.items.append
+        self._ops: list[list[list[Any]]] = []
+        self._numbers = [0, 0, 0, 0]
+        self._forward = 0
 
-    def _ops(self, direction: Direction, pass_: Pass, chunk_id: int) -> list[Any]:
-        edges = self._edges.get((direction, pass_))
-        if edges is None:
-            edges = self._edges[direction, pass_] = self._make_edges(direction, pass_)
-        return [_StubOp(edge, chunk_id) for edge in edges]
+    def place(self, slot: int) -> None:
+        """Take its place among the rank's stages, once all know where stages are."""
+        recorder = self._recorder
+        self._numbers = [action_number(slot, kind, 0) for kind in range(len(ACTIONS))]
+        self._forward = self._numbers[0]
+        self._ops = []
+        for kind in range(len(KINDS)):
+            edge = self._edge(kind)
+            recorder.edges.append(edge)
+            symbols = recorder.symbols
+            is_none = edge is None or (kind > 1 and not self.has_backward)
+            self._ops.append(symbols.nothing if is_none else symbols.of(slot, kind))
 
-    def _make_edges(self, direction: Direction, pass_: Pass) -> list[Edge]:
-        """The edges to the neighbour: forward sends and backward receives go on."""
-        onward = (direction is Direction.SEND) == (pass_ is Pass.F)
+    def _edge(self, kind: int) -> Edge | None:
+        """The edge to the neighbour; None if there is none or it is on this rank."""
+        name = KINDS[kind]
+        direction = Direction.SEND if name[0] == "S" else Direction.RECV
+        onward = name in {"SEND_F", "RECV_B"}
         other = self.stage_index + (1 if onward else -1)
         if not 0 <= other < self.num_stages:
-            return []
+            return None
         group = self.group.value
-        peer = group.ranks[self.stage_index_to_group_rank[other]]
-        return [Edge(direction, peer, group, pass_, self.stage_index)]
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        return self._ops(Direction.RECV, Pass.F, fwd_chunk_id)
+        group_peer = self.stage_index_to_group_rank[other]
+        if group_peer == self.group_rank:
+            return None
+        return Edge(
+            direction, group.ranks[group_peer], group, Pass[name[-1]], self.stage_index
+        )
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        return self._ops(Direction.SEND, Pass.F, fwd_chunk_id)
+        return self._ops[0][fwd_chunk_id]
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        if not self.has_backward:
-            return []
-        return self._ops(Direction.RECV, Pass.B, bwd_chunk_id)
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return self._ops[1][fwd_chunk_id]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        if not self.has_backward:
-            return []
-        return self._ops(Direction.SEND, Pass.B, bwd_chunk_id)
+        return self._ops[2][bwd_chunk_id]
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
-        self.recorder.trace.append(Action(self.stage_index, "F", fwd_chunk_id))
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return self._ops[3][bwd_chunk_id]
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: Any = None,  # noqa: ARG002 - torch's signature
+        kwargs: Any = None,  # noqa: ARG002
+        save_forward_output: bool = True,  # noqa: ARG002
+    ) -> Any:
+        self._append(fwd_chunk_id * NEXT_ACTION + self._forward)
 
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,
-        loss: Any = None,  # noqa: ARG002 - torch's signature
+        loss: Any = None,  # noqa: ARG002
         full_backward: bool = True,
-        *_: Any,
-        **__: Any,
+        last_backward: bool = False,  # noqa: ARG002
     ) -> None:
         if self.has_backward:
-            kind = "B" if full_backward else "I"
-            self.recorder.trace.append(Action(self.stage_index, kind, bwd_chunk_id))
+            number = self._numbers[1 if full_backward else 2]
+            self._append(bwd_chunk_id * NEXT_ACTION + number)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
         if self.has_backward:
-            self.recorder.trace.append(Action(self.stage_index, "W", bwd_chunk_id))
+            self._append(bwd_chunk_id * NEXT_ACTION + self._numbers[3])
 
     def set_local_fwd_input(self, *_: Any) -> None:
         """Nothing to hand over to the next stage of this rank."""
@@ -289,6 +367,22 @@ class StubStage(_STAGE):  # type: ignore[misc]
     scale_grads = set_local_fwd_input
     perform_reduce_grad = set_local_fwd_input
     clear_runtime_states = set_local_fwd_input
+
+
+class OwnStage(StubStage):
+    """A stage for code that is not torch's: its lists are the caller's to change."""
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return [*super().get_fwd_send_ops(fwd_chunk_id)]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return [*super().get_fwd_recv_ops(fwd_chunk_id)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return [*super().get_bwd_send_ops(bwd_chunk_id)]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return [*super().get_bwd_recv_ops(bwd_chunk_id)]
 
 
 @functools.cache
@@ -313,10 +407,11 @@ def recording(recorder: Recorder, classes: Iterable[type]) -> Iterator[None]:
         torch_schedules.logger.addFilter(_is_not_recording)
         recorder.begin()
         _now.thread = threading.get_ident()
+        _now.plain_thread = _now.thread if recorder.is_plain else 0
         try:
             yield
         finally:
-            _now.thread = 0
+            _now.thread = _now.plain_thread = 0
             torch_schedules.logger.removeFilter(_is_not_recording)
             for namespace, name, original, ours in reversed(replaced):
                 if namespace.get(name) is ours:
@@ -325,7 +420,7 @@ def recording(recorder: Recorder, classes: Iterable[type]) -> Iterator[None]:
 
 def _is_not_recording(_: logging.LogRecord) -> bool:
     """Torch logs the whole schedule when a step raises: here that is not news."""
-    return not _is_recording()
+    return _now.thread != threading.get_ident()
 
 
 def _replace(
@@ -335,10 +430,10 @@ def _replace(
     modules = [sys.modules.get(cls.__module__) for cls in classes]
     homes = [torch_schedules, c10d, dist, *filter(None, modules)]
     ours = {}
-    for owner, name, function in _SUBSTITUTES:
+    for owner, name, make in _SUBSTITUTES:
         original = getattr(owner, name, None)
         if original is not None:
-            ours[id(original)] = (original, _dispatch(original, function))
+            ours[id(original)] = (original, make(original))
     for namespace in {id(home): vars(home) for home in homes}.values():
         for alias, value in list(namespace.items()):
             if id(value) in ours:
@@ -347,14 +442,48 @@ def _replace(
                 yield namespace, alias, original, replacement
 
 
-def _dispatch(original: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    @functools.wraps(original)
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        if _now.thread != threading.get_ident():
-            return original(*args, **kwargs)
-        return function(_now.recorder, *args, **kwargs)
+def _batch_p2p(original: Callable[..., Any]) -> Any:
+    now, this_thread = _now, threading.get_ident
 
-    return dispatch
+    @functools.wraps(original)
+    def batch_p2p(p2p_ops: list[Any], desc: str | None = None) -> Any:
+        if now.plain_thread == this_thread():
+            if p2p_ops:
+                now.append((p2p_ops, desc))
+            return p2p_ops
+        if now.thread == this_thread():
+            return now.recorder.batch_p2p(p2p_ops, desc)
+        return original(p2p_ops, desc)
+
+    return batch_p2p
+
+
+def _wait_batch_p2p(original: Callable[..., Any]) -> Any:
+    now, this_thread = _now, threading.get_ident
+
+    @functools.wraps(original)
+    def wait_batch_p2p(work: list[Any]) -> None:
+        if now.plain_thread != this_thread():
+            original(work)
+        elif work:
+            now.append(work)
+
+    return wait_batch_p2p
+
+
+def _dispatch(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Let this thread's calls go to ``function``, with the recorder first."""
+
+    def make(original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            if _now.thread != threading.get_ident():
+                return original(*args, **kwargs)
+            return function(_now.recorder, *args, **kwargs)
+
+        return dispatch
+
+    return make
 
 
 def _group(recorder: Recorder, group: Any) -> StubGroup:
@@ -381,16 +510,19 @@ def _get_ranks(recorder: Recorder, group: Any = None) -> list[int]:
     return list(_group(recorder, group).value.ranks)
 
 
-_SUBSTITUTES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (torch_schedules, "_batch_p2p", Recorder.batch_p2p),
-    (torch_schedules, "record_function", lambda *_: contextlib.nullcontext()),
-    (c10d, "batch_isend_irecv", Recorder.batch_isend_irecv),
-    (c10d, "get_rank", _get_rank),
-    (c10d, "get_world_size", _get_world_size),
-    (c10d, "get_global_rank", _get_global_rank),
-    (c10d, "get_group_rank", _get_group_rank),
-    (c10d, "get_process_group_ranks", _get_ranks),
-    (c10d, "_get_default_group", lambda recorder: recorder.group),
-    (c10d, "get_backend", lambda *_: "nccl"),
-    (c10d, "is_initialized", lambda *_: True),
+_NO_CONTEXT = contextlib.nullcontext()
+
+_SUBSTITUTES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (torch_schedules, "_batch_p2p", _batch_p2p),
+    (torch_schedules, "_wait_batch_p2p", _wait_batch_p2p),
+    (torch_schedules, "record_function", _dispatch(lambda *_: _NO_CONTEXT)),
+    (c10d, "batch_isend_irecv", _dispatch(Recorder.batch_isend_irecv)),
+    (c10d, "get_rank", _dispatch(_get_rank)),
+    (c10d, "get_world_size", _dispatch(_get_world_size)),
+    (c10d, "get_global_rank", _dispatch(_get_global_rank)),
+    (c10d, "get_group_rank", _dispatch(_get_group_rank)),
+    (c10d, "get_process_group_ranks", _dispatch(_get_ranks)),
+    (c10d, "_get_default_group", _dispatch(lambda recorder: recorder.group)),
+    (c10d, "get_backend", _dispatch(lambda *_: "nccl")),
+    (c10d, "is_initialized", _dispatch(lambda *_: True)),
 )

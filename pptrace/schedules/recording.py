@@ -19,11 +19,19 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from pptrace.compact import Tape
 from pptrace.errors import InputError
 from pptrace.plan import Action, Leave, Plan, Raise, Step
 from pptrace.records import Group, ScheduleRun
 from pptrace.schedules._start_up import StartUp, installed_start_up, start_up
-from pptrace.schedules._stubs import Recorder, StubGroup, StubStage, recording
+from pptrace.schedules._stubs import (
+    OwnStage,
+    Recorder,
+    StubGroup,
+    StubStage,
+    Symbols,
+    recording,
+)
 from pptrace.schedules.actions import RECEIVES, SENDS, flatten, parse
 from pptrace.semantics import Rule
 
@@ -88,14 +96,19 @@ def record(schedule: type, setup: Setup) -> Plan:
     """
     ranks = tuple(range(setup.num_ranks))
     group = Group(1, "pp", "pp", ranks, backend="nccl", eager=setup.eager)
-    recorders = [Recorder(StubGroup(group, rank), setup.rule) for rank in ranks]
+    symbols = Symbols(setup.n_microbatches)
+    is_plain = all(_is_ours(cls.__module__) for cls in schedule.__mro__[:-1])
+    recorders = [
+        Recorder(StubGroup(group, rank), setup.rule, symbols, is_plain=is_plain)
+        for rank in ranks
+    ]
     run = _Run(schedule, setup, recorders)
     with recording(recorders[0], schedule.__mro__):
         run.all_ranks()
     return Plan(
         name=f"{schedule.__name__}, {setup.num_stages} stages on {len(ranks)} ranks,"
         f" n={setup.n_microbatches}",
-        programs={r.group.own_rank: r.trace for r in recorders},
+        programs=run.tapes,
         groups=(group,),
         schedules=run.described,
     )
@@ -113,8 +126,8 @@ class _Run:
         self._is_multi = _is_multi(schedule)
         self._errors: list[BaseException] = []
         self.described: dict[int, tuple[ScheduleRun, ...]] = {}
-        home = _home(schedule, "__init__")
-        self._is_plain = home.startswith(("torch.", "pptrace."))
+        self.tapes: dict[int, Tape] = {}
+        self._is_plain = _is_ours(_home(schedule, "__init__"))
 
     def all_ranks(self) -> None:
         """Construct, then run rank after rank."""
@@ -130,6 +143,7 @@ class _Run:
             self._adopt(schedule, stages)
             self.described[rank] = (self._describe(stages, mapping),)
             self._run(recorder, schedule, stages)
+            self.tapes[rank] = recorder.tape([s.stage_index for s in stages])
         if len(self._errors) == len(self._recorders):
             raise _unusable(self._class, self._errors[0]) from self._errors[0]
 
@@ -140,7 +154,8 @@ class _Run:
     ) -> list[StubStage]:
         rank = recorder.group.own_rank
         own = sorted(stage for stage, home in mapping.items() if home == rank)
-        stages = [StubStage(i, self._setup.num_stages, recorder) for i in own]
+        kind = StubStage if recorder.is_plain else OwnStage
+        stages = [kind(i, self._setup.num_stages, recorder) for i in own]
         for stage in stages:
             stage.stage_index_to_group_rank = dict(mapping)
             stage.has_backward = not self._setup.forward_only
@@ -193,16 +208,17 @@ class _Run:
     # running
 
     def _run(self, recorder: Recorder, schedule: Any, stages: list[StubStage]) -> None:
-        setup, trace = self._setup, recorder.trace
+        setup, items = self._setup, recorder.items
         no_targets = isinstance(schedule, _FORWARD_ONLY)
         if setup.forward_only or no_targets:
             schedule._has_backward = False
         has_backward = bool(schedule._has_backward)
-        for stage in stages:
+        for slot, stage in enumerate(stages):
             stage.has_backward = has_backward
+            stage.place(slot)
 
         def initialize(*_: Any, **__: Any) -> None:
-            trace.extend(
+            items.extend(
                 start_up(
                     setup.start_up,
                     stages,
@@ -214,16 +230,16 @@ class _Run:
         # On the instance: the class, which others use, stays as it is.
         schedule._initialize_stage = schedule._initialize_stages = initialize
         targets = None if no_targets else [None] * setup.n_microbatches
-        trace.append(Step(0, is_eval=not has_backward))
+        items.append(Step(0, is_eval=not has_backward))
         try:
             schedule._step_microbatches(target_mbs=targets)
         except Exception as error:  # noqa: BLE001 - the schedule's own, so a result
             self._errors.append(error)
             text = _describe_error(error)
-            trace.append(Leave(text))
-            trace.append(Raise(text))
+            items.append(Leave(text))
+            items.append(Raise(text))
         else:
-            trace.append(Leave())
+            items.append(Leave())
 
     def _describe(
         self, stages: list[StubStage], mapping: dict[int, int]
@@ -258,7 +274,12 @@ def _is_multi(schedule: type) -> bool:
 
 def _home(schedule: type, name: str) -> str:
     """The module of the class that defines a method of the schedule."""
-    return next(cls.__module__ for cls in schedule.__mro__ if name in vars(cls)) + "."
+    return next(cls.__module__ for cls in schedule.__mro__ if name in vars(cls))
+
+
+def _is_ours(module: str) -> bool:
+    """Whether a module is torch's, pptrace's, or Python's own abc."""
+    return module == "abc" or module.startswith(("torch.", "pptrace."))
 
 
 def _copy(schedule: Any) -> Any:
