@@ -115,16 +115,19 @@ def _is_settled(scene: Scene, root: Root, single: int | None) -> bool:
     if single is None:
         own = [scene.states[r] for r in root.ranks if r in scene.states]
         waited = max([waited, *(blocked_ns(scene, s) for s in own)])
-        return waited >= limit
+        return waited >= max(limit, CYCLE_NS)
     state = scene.states[single]
-    is_certain = any(e.why is not Why.GONE for e in root.incoming)
+    is_certain = any(e.why not in (Why.GONE, Why.UNKNOWN) for e in root.incoming)
     if state.is_over and is_certain:
         return True
     if state.is_over or state.life is Life.DISABLED:
         return waited >= limit
     quiet = state.until_ns - state.last_ns
     if scene.graph.blocked(single):
-        return max(waited, blocked_ns(scene, state)) >= limit
+        # Nothing is missing: it may move on at any moment.
+        return max(waited, blocked_ns(scene, state)) >= max(limit, CYCLE_NS)
+    if scene.trigger and state.action is None and state.step is None:
+        limit = CYCLE_NS  # more than a note: that takes a little longer
     if not scene.trigger:
         slowest = max(
             [

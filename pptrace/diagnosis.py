@@ -237,11 +237,12 @@ def _no_mismatch(scene: Scene, quiet: list[Cause]) -> Cause:
     ranks = sorted({r for c in quiet for r in c.victims})
     if holders.is_doubtful(scene, ranks):
         return holders.doubtful(scene, ranks)
+    who = names(ranks) if ranks else "the ranks"
     sentence = (
-        f"no logical mismatch found: everything that {names(ranks) if ranks else 'the ranks'}"
-        " wait for is posted on both sides; missing, extra, misordered or misgrouped ops"
-        " and ended ranks are ruled out, the network, the GPUs and very large unequal"
-        " batches are not"
+        f"no logical mismatch found: everything that {who}"
+        f" wait{'s' if len(ranks) == 1 else ''} for is posted on both sides; missing,"
+        " extra, misordered or misgrouped ops and ended ranks are ruled out, the"
+        " network, the GPUs and very large unequal batches are not"
     )
     evidence = tuple(line for c in quiet for line in c.evidence)[:8]
     return Cause(

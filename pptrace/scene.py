@@ -61,7 +61,7 @@ __all__ = [
     "waiting_text",
 ]
 
-PATIENCE_NS = 200_000_000
+PATIENCE_NS = 500_000_000
 """With an alarm behind it: the job has already waited long enough."""
 CYCLE_NS = 2_000_000_000
 """Age of a cycle that hosts could still leave (CUDA's waits do not block them)."""
