@@ -37,8 +37,7 @@ class Case:
     schedule: str
     n: int
     source: str = "pptrace"
-    """``pptrace``; ``torch``; ``installed`` (torch's, after `install`); ``unguarded``
-    (torch's 1F1B without its refusal of fewer microbatches than stages)."""
+    """``pptrace``, ``torch``, or ``installed``: torch's name after `install`."""
     metadata: str = "static"
     """``static`` (shapes given to the stage) or ``dynamic``."""
     steps: str = "tt"
@@ -161,8 +160,6 @@ def _stage_indices(case: Case, rank: int, world: int) -> list[int]:
 def _schedule_class(case: Case) -> type:
     if case.source == "torch":
         return getattr(torch_schedules, case.schedule)
-    if case.source == "unguarded":
-        return Unguarded
     from pptrace import schedules
 
     if case.source == "installed":
@@ -173,14 +170,6 @@ def _schedule_class(case: Case) -> type:
         finally:
             schedules.uninstall()
     return getattr(schedules, case.schedule)
-
-
-class Unguarded(torch_schedules.Schedule1F1B):
-    """Torch's 1F1B as it was before it refused fewer microbatches than stages."""
-
-    def __init__(self, stage: Any, n_microbatches: int, **options: Any) -> None:
-        super().__init__(stage, max(n_microbatches, stage.num_stages), **options)
-        self._n_microbatches = n_microbatches
 
 
 class _Counter:
