@@ -115,6 +115,14 @@ class Op:
         return f"{edge.pass_.name}{self.microbatch}"
 
     @property
+    def action(self) -> Action:
+        """``1SEND_F2``: torch's notation."""
+        edge = self.edge
+        return Action(
+            edge.stage, f"{edge.direction.name}_{edge.pass_.name}", self.microbatch
+        )
+
+    @property
     def text(self) -> str:
         """``S F2->1``: the notation of programs."""
         is_send = self.edge.direction is Direction.SEND
@@ -256,6 +264,25 @@ class Plan:
     def ranks(self) -> tuple[int, ...]:
         """All ranks, in numeric order."""
         return tuple(sorted(self.programs))
+
+    def actions(self, rank: int) -> list[Action]:
+        """What one rank's main thread does, in torch's terms: ``0F0``, ``1SEND_F0``.
+
+        The start-up exchange, and ops that belong to no microbatch, are left out; their
+        text form (`pptrace.schedules.actions.write_csv`) loads into torch.
+        """
+        found: list[Action] = []
+        for instruction in self.programs[rank]:
+            if isinstance(instruction, (Op, Batch)):
+                ops = (
+                    instruction.ops if isinstance(instruction, Batch) else [instruction]
+                )
+                found += [op.action for op in ops if op.microbatch != NONE]
+            elif isinstance(instruction, Action):
+                found.append(instruction)
+            elif isinstance(instruction, Act):
+                found.append(instruction.action)
+        return found
 
     def ops(self, rank: int) -> Iterator[Op]:
         """The ops of one rank's main thread, in program order."""

@@ -313,6 +313,15 @@ def test_other_threads_see_torch_as_it_is() -> None:
     assert AsksAnotherThread.seen == (False, [], isend)
 
 
+def test_a_plan_can_be_told_in_torchs_words() -> None:
+    """The actions of a rank, in torch's text form, as CSV files and messages use it."""
+    result = _run(schedules.ScheduleGPipe, 2, 2)
+    assert result.plan is not None
+    assert " ".join(map(str, result.plan.actions(1))) == (
+        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1"
+    )
+
+
 # -- tables ----------------------------------------------------------------------------
 
 _COMPUTE_ONLY = "0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"

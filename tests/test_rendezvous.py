@@ -64,7 +64,7 @@ def _plans(draw: st.DrawFn) -> Plan:
     return Plan("random", programs, (group,))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(_plans(), st.booleans())
 def test_a_plan_that_passes_the_look_ends(plan: Plan, preconnected: bool) -> None:
     """The simulation agrees, whatever hosts do: the look never lets a hang pass."""

@@ -16,7 +16,7 @@ from pptrace.commands_check import RunProgram
 from pptrace.errors import InputError
 from pptrace.program_job import run_program
 from pptrace.programs import load, parse
-from test_programs import _CASES, _GAPS, _NAMES, Expected
+from test_programs import _CASES, _NAMES, Expected
 
 __all__: list[str] = []
 
@@ -25,7 +25,7 @@ _CHOSEN = _NAMES if os.environ.get("PPTRACE_CASES") == "all" else list(_SAMPLE)
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("name", sorted(set(_CHOSEN) - _GAPS))
+@pytest.mark.parametrize("name", _CHOSEN)
 def test_real_processes_get_the_verdict_of_the_check(name: str, tmp_path: Path) -> None:
     """Code, culprit and op are those written down by hand."""
     file = _CASES / f"{name}.pp"
