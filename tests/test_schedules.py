@@ -469,7 +469,9 @@ def _installed() -> Iterator[None]:
     pptrace.schedules.uninstall()
 
 
-def test_uninstall_puts_back_the_very_same_objects() -> None:
+def test_uninstall_puts_back_the_very_same_objects(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """In torch's modules and in a module that imported a class by name before."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules as torch_schedules
@@ -479,7 +481,7 @@ def test_uninstall_puts_back_the_very_same_objects() -> None:
     user.mine = user.Schedule1F1B  # type: ignore[attr-defined]
     user.other = pipelining.PipelineStage  # type: ignore[attr-defined]
     modules = [torch_schedules, pipelining, user]
-    sys.modules[user.__name__] = user
+    sys.modules[user.__name__] = sys.modules["an_alias"] = user
     try:
         before = [dict(vars(module)) for module in modules]
         for _ in range(2):
@@ -491,7 +493,8 @@ def test_uninstall_puts_back_the_very_same_objects() -> None:
             assert not pptrace.schedules.is_installed()
         pptrace.schedules.uninstall()
     finally:
-        del sys.modules[user.__name__]
+        del sys.modules[user.__name__], sys.modules["an_alias"]
+    assert "left as it is" not in caplog.text
     for module, values in zip(modules, before, strict=True):
         now = vars(module)
         assert now.keys() == values.keys()

@@ -23,6 +23,7 @@ __all__ = [
     "accepts",
     "add_unshard",
     "all_works_kept",
+    "batch_p2p_keeping_works",
     "compute_loss",
     "forward_options",
     "initialize_stage",
@@ -235,9 +236,20 @@ class _Works(list[dist.Work]):
             work.wait()
 
 
+def batch_p2p_keeping_works(
+    ops: list[dist.P2POp], desc: str | None = None
+) -> list[dist.Work]:
+    """What 2.6's and 2.7's ``_batch_p2p`` should have been: waits for every work."""
+    del desc
+    return _Works(dist.batch_isend_irecv(ops) if ops else ())
+
+
 @contextlib.contextmanager
 def all_works_kept() -> Iterator[None]:
-    """Where torch keeps the last work of a batch only, let it keep all."""
+    """Where torch keeps the last work of a batch only, let it keep all.
+
+    Op by op, through whatever stands for ``_batch_p2p``: batches have one direction here.
+    """
     if not loses_works:
         yield
         return

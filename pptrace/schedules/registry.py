@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from pptrace.schedules import multi, single
+from pptrace.schedules import _compat, multi, single
 
 __all__ = ["get_schedule_class", "install", "is_installed", "uninstall"]
 
@@ -35,8 +35,8 @@ _ORIGINALS: dict[str, type] = {
 }
 
 _lock = threading.Lock()
-_places: list[tuple[ModuleType, str, type, type]] = []
-"""What is replaced now: module, name, torch's class, ours; in the order of doing."""
+_places: list[tuple[ModuleType, str, Any, Any]] = []
+"""What is replaced now: module, name, torch's value, ours; in the order of doing."""
 
 
 def get_schedule_class(schedule_name: str) -> type:
@@ -60,22 +60,25 @@ def install() -> None:
     From then on ``torch.distributed.pipelining.Schedule1F1B``, torch's
     ``get_schedule_class("1F1B")`` and every module that has imported one of the classes
     by name have the fixed one. Schedule objects that exist stay what they are, and so do
-    classes already derived from torch's. Logged once.
+    classes already derived from torch's. On torch 2.6 and 2.7 ``_batch_p2p`` is replaced
+    too, by one that loses no work, so that schedules of your own gain as well. Logged
+    once.
     """
     with _lock:
         if _places:
             return
-        by_identity = {
-            id(torch_class): name for name, torch_class in _ORIGINALS.items()
-        }
+        fixed = {id(_ORIGINALS[name]): cls for name, cls in _FIXED.items()}
+        values: dict[int, Any] = dict(fixed)
+        if _compat.loses_works:
+            current = id(torch_schedules._batch_p2p)
+            values[current] = _compat.batch_p2p_keeping_works
         for module in _modules():
             for name, value in list(vars(module).items()):
-                known = by_identity.get(id(value))
-                if known is not None:
-                    _places.append((module, name, value, _FIXED[known]))
-        for module, name, _, fixed in _places:
-            setattr(module, name, fixed)
-        names = sorted({fixed.__name__ for _, _, _, fixed in _places})
+                if id(value) in values:
+                    _places.append((module, name, value, values[id(value)]))
+        for module, name, _, ours in _places:
+            setattr(module, name, ours)
+        names = sorted({ours.__name__ for _, _, _, ours in _places})
         _logger.warning(
             "pptrace's fixed schedules stand in for torch's: %s", ", ".join(names)
         )
@@ -88,9 +91,9 @@ def uninstall() -> None:
     """
     with _lock:
         while _places:
-            module, name, torch_class, fixed = _places.pop()
-            if vars(module).get(name) is fixed:
-                setattr(module, name, torch_class)
+            module, name, torchs, ours = _places.pop()
+            if vars(module).get(name) is ours:
+                setattr(module, name, torchs)
             else:
                 _logger.warning(
                     "%s.%s is not what pptrace put there; left as it is",
@@ -100,11 +103,11 @@ def uninstall() -> None:
 
 
 def _modules() -> list[ModuleType]:
-    """Torch's own first, then every other one; pptrace needs torch's classes itself."""
-    modules: dict[str, Any] = dict(sorted(sys.modules.items()))  # may hold anything
-    own = [modules.pop(m.__name__) for m in (torch_schedules, pipelining)]
-    return own + [
+    """Torch's own first, then every other, once; pptrace needs torch's classes itself."""
+    modules: list[Any] = [torch_schedules, pipelining]  # the rest may be anything
+    modules += [
         module
-        for name, module in modules.items()
+        for name, module in sorted(sys.modules.items())
         if isinstance(module, ModuleType) and name.partition(".")[0] != "pptrace"
     ]
+    return list({id(module): module for module in modules}.values())
