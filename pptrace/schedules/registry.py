@@ -104,10 +104,10 @@ def uninstall() -> None:
 
 def _modules() -> list[ModuleType]:
     """Torch's own first, then every other, once; pptrace needs torch's classes itself."""
-    modules: list[Any] = [torch_schedules, pipelining]  # the rest may be anything
-    modules += [
+    loaded: dict[str, Any] = dict(sorted(sys.modules.items()))  # may hold anything
+    modules = [torch_schedules, pipelining] + [
         module
-        for name, module in sorted(sys.modules.items())
+        for name, module in loaded.items()
         if isinstance(module, ModuleType) and name.partition(".")[0] != "pptrace"
     ]
     return list({id(module): module for module in modules}.values())
