@@ -100,6 +100,9 @@ def match(logs: Mapping[int, RankLog]) -> dict[Channel, ChannelView]:
     for rank, log in logs.items():
         for state in log.channels:
             side = view(state.channel)
+            if state.uncertain:
+                parts = filter(None, (side.incomplete, state.uncertain))
+                side.incomplete = "; ".join(parts)
             if state.direction is Direction.SEND:
                 side.sent = max(side.sent, state.posted)
             else:

@@ -166,6 +166,8 @@ class ChannelState:
     """Ops posted so far: the next op has k = posted."""
     done: int
     """Ops known to be complete."""
+    uncertain: str = ""
+    """Why ``posted`` may be too low or too high; empty if it is exact."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
 """Loading a run: finds the black boxes behind a path and reads those it can.
 
-One unusable file never costs the others: it becomes one line in `Run.problems`.
+Flight Recorder dumps beside them, or in their place, are read too. One unusable file never costs the others: it becomes one line in `Run.problems`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _MAX_RANKS = 1 << 20
 """More ranks than any job has: a header that says so is damaged."""
 _DEPTH = 2
 """Levels of sub-folders of a run that are searched (attempts, nodes)."""
+_DUMP_NAME = re.compile(r"trace|dump|comm_?lib|nccl|flight|fr[_.\-]", re.IGNORECASE)
+_NO_DUMPS = (blackbox.SUFFIX, ".pftrace", ".pftrace.gz", ".txt", ".html", ".log", ".py")
 _ADVICE = "give the folder that PPTRACE_DIR names, or one run's folder in it"
 
 
@@ -57,19 +60,45 @@ def load_run(
     *,
     tail: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    dumps: Sequence[Path] = (),
 ) -> Run:
-    """Read the black boxes of one run.
+    """Read the black boxes of one run, and its Flight Recorder dumps.
 
     Args:
-        path: a run's folder, the output directory (its newest run is taken), or one
-            black box.
+        path: a run's folder, the output directory (its newest run is taken), one black
+            box, or a folder of dumps alone.
         tail: read at most this many of each rank's newest records; None reads all.
         progress: called with the number of files read and to read, after each file.
+        dumps: Flight Recorder dumps, or folders of them, from elsewhere.
 
     Raises:
         InputError: there is no such path, nothing of ours in it, or nothing readable.
     """
     root = Path(path)
+    try:
+        folder, logs, problems = _load_boxes(root, tail, progress)
+    except InputError as error:
+        found = [*_dumps_at(root), *dumps]
+        if not found:
+            raise
+        folder = root if root.is_dir() else root.parent
+        logs, problems = {}, []
+        if root.exists() and "no black box" not in error.reason and root not in found:
+            problems.append(error.reason)
+    else:
+        found = [*(_dumps_beside(folder) if folder == root else ()), *dumps]
+    if found:
+        problems += _add_dumps(logs, found)
+    if not logs:
+        raise InputError(root, f"has nothing that can be used; {problems[0]}", _ADVICE)
+    problems += _world_problems(logs)
+    return Run(folder, logs, tuple(problems), _now(logs.values()))
+
+
+def _load_boxes(
+    root: Path, tail: int | None, progress: Callable[[int, int], None] | None
+) -> tuple[Path, dict[int, RankLog], list[str]]:
+    """The run's folder, what its black boxes hold, and problems."""
     folder, files, problems = _find(root)
     candidates = []
     for file in files:
@@ -94,8 +123,58 @@ def load_run(
             progress(done, len(chosen))
     if not logs:
         raise InputError(root, f"has no usable black box; {problems[-1]}", _ADVICE)
-    problems += _world_problems(logs)
-    return Run(folder, logs, tuple(problems), _now(logs.values()))
+    return folder, logs, problems
+
+
+# -- Flight Recorder dumps -----------------------------------------------------------
+
+
+def _dumps_at(root: Path) -> list[Path]:
+    """Dumps where no black box is: the path itself, or all of its folder."""
+    from pptrace import flight_recorder
+
+    if root.is_dir():
+        return flight_recorder.find(root)
+    return [root] if flight_recorder.is_dump(root) else []
+
+
+def _dumps_beside(folder: Path) -> list[Path]:
+    """Dumps in a folder of black boxes, by their names first: most runs have none."""
+    named = [
+        Path(entry.path)
+        for entry in os.scandir(folder)
+        if _DUMP_NAME.search(entry.name) and not entry.name.endswith(_NO_DUMPS)
+    ]
+    if not named:
+        return []
+    from pptrace import flight_recorder
+
+    return sorted(path for path in named if flight_recorder.is_dump(path))
+
+
+def _add_dumps(logs: dict[int, RankLog], paths: Sequence[Path]) -> list[str]:
+    """Refine black boxes with dumps of the same rank, add those of others."""
+    from pptrace import alignment, flight_recorder
+
+    dumps = flight_recorder.read_files(paths)
+    problems = list(dumps.problems)
+    alone = [rank for rank in dumps.logs if rank not in logs]
+    for rank, dump in dumps.logs.items():
+        box = logs.get(rank)
+        logs[rank] = dump if box is None else flight_recorder.refine(box, dump)
+    alignment.settle(logs)
+    if alone:
+        problems.append(
+            f"r{format_ranks(alone)}: from Flight Recorder dumps, which know no stages"
+            " and microbatches, and no op whose call still sets up its communicator"
+        )
+    empty = [rank for rank in alone if not logs[rank].records]
+    if empty:
+        problems.append(
+            f"r{format_ranks(empty)}: no entry in the dump: nothing was issued, or the"
+            " first call still sets up its communicator"
+        )
+    return problems
 
 
 # -- finding -----------------------------------------------------------------------
@@ -237,8 +316,10 @@ def _world_problems(logs: dict[int, RankLog]) -> list[str]:
     missing = [rank for rank in range(max(sizes)) if rank not in logs]
     if missing:
         noun = "rank" if len(missing) == 1 else "ranks"
+        has_dumps = any("flight_recorder" in log.environment for log in logs.values())
+        or_dump = "or dump " if has_dumps else ""
         problems.append(
-            f"no black box of {noun} {format_ranks(missing)} "
+            f"no black box {or_dump}of {noun} {format_ranks(missing)} "
             f"({len(logs)} of {max(sizes)} are here)"
         )
     return problems
