@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _PATTERN = re.compile(
-    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|UNSHARD|RESHARD|F|B|I|W)"
+    r"(\d+)((?:WAIT_)?(?:SEND_F|SEND_B|REDUCE_GRAD)|RECV_F|RECV_B|UNSHARD|RESHARD|[FBIW])"
     r"(\d*)(?:@(\d+))?"
 )
 
@@ -220,7 +220,8 @@ def forward_only(actions: Iterable[Action]) -> list[Action]:
 
 def compute_only(actions: Iterable[Action]) -> list[Action]:
     """The same schedule without its sends and receives."""
-    return [action for action in actions if action.kind not in SENDS | RECEIVES]
+    about_messages = SENDS | RECEIVES | {"WAIT_SEND_F", "WAIT_SEND_B"}  # 2.15's waits
+    return [action for action in actions if action.kind not in about_messages]
 
 
 def with_peers(actions: Iterable[Action]) -> list[Action]:
