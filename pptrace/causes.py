@@ -170,9 +170,16 @@ def _face_to_face(scene: Scene, root: Root, a: Side, b: Side) -> Cause | None:
             f" never match{_absent(scene, a, b)}"
         )
         return Cause(
-            verdicts.WRONG_GROUP, "error", sentence, culprits,
-            victims_of(scene, root, culprits), evidence, at_ns=began, fold=fold, place=place,
-        )  # fmt: skip
+            verdicts.WRONG_GROUP,
+            "error",
+            sentence,
+            culprits,
+            victims_of(scene, root, culprits),
+            evidence,
+            at_ns=began,
+            fold=fold,
+            place=place,
+        )
     if op_a.transport is op_b.transport:
         if op_a.tag == op_b.tag:
             return None
@@ -182,9 +189,16 @@ def _face_to_face(scene: Scene, root: Root, a: Side, b: Side) -> Cause | None:
             f" {op_text(op_b)} with tag {op_b.tag}: gloo pairs by tag"
         )
         return Cause(
-            verdicts.WRONG_TAG, "error", sentence, culprits,
-            victims_of(scene, root, culprits), evidence, at_ns=began, fold=fold, place=place,
-        )  # fmt: skip
+            verdicts.WRONG_TAG,
+            "error",
+            sentence,
+            culprits,
+            victims_of(scene, root, culprits),
+            evidence,
+            at_ns=began,
+            fold=fold,
+            place=place,
+        )
     mixed, lone = (a, b) if op_a.transport is Transport.GROUP else (b, a)
     return _transport_split(scene, root, mixed, lone, fold, place)
 
@@ -214,8 +228,11 @@ def _transport_split(
     assert op.group is not None
     few = few_microbatches(scene, (rank, peer))
     is_send = op.direction is Direction.SEND
-    verb, what = ("fuses the send of", "receives it") if is_send else (
-        "fuses the receive of", "sends it")  # fmt: skip
+    verb, what = (
+        ("fuses the send of", "receives it")
+        if is_send
+        else ("fuses the receive of", "sends it")
+    )
     batch = scene.batch(rank, op)
     inside = f"the batch {batch_text(scene, rank, op)}"
     if len({r.direction for r in batch}) > 1:
@@ -231,11 +248,17 @@ def _transport_split(
         sentence += f", because {asymmetry_text(few)}"
         remedy = few_remedy(few)
     return Cause(
-        verdicts.TRANSPORT_SPLIT, "error", sentence, (rank,),
+        verdicts.TRANSPORT_SPLIT,
+        "error",
+        sentence,
+        (rank,),
         victims_of(scene, root, (rank,)),
         (op_evidence(scene, *mixed), op_evidence(scene, *lone)),
-        remedy, began_ns(scene, (mixed, lone)), fold, place,
-    )  # fmt: skip
+        remedy,
+        began_ns(scene, (mixed, lone)),
+        fold,
+        place,
+    )
 
 
 def _wrong_rank(scene: Scene, root: Root) -> Cause | None:
@@ -269,9 +292,14 @@ def _wrong_rank(scene: Scene, root: Root) -> Cause | None:
             )
             began = began_ns(scene, ((rank, record), (other, theirs)))
             return Cause(
-                verdicts.WRONG_RANK, "error", sentence, (rank,),
-                victims_of(scene, root, (rank,)), evidence, at_ns=began,
-            )  # fmt: skip
+                verdicts.WRONG_RANK,
+                "error",
+                sentence,
+                (rank,),
+                victims_of(scene, root, (rank,)),
+                evidence,
+                at_ns=began,
+            )
     return None
 
 
@@ -358,10 +386,15 @@ def divergence(scene: Scene, view: ChannelView, pair: Pair) -> Cause:
     sides = (pair.send.rank, send), (pair.recv.rank, recv)
     fold, place = group_place(send, culprits)
     return Cause(
-        code, "error", sentence, culprits,
+        code,
+        "error",
+        sentence,
+        culprits,
         evidence=tuple(op_evidence(scene, *side) for side in sides),
-        at_ns=began_ns(scene, sides), fold=(sent, expected, *fold), place=place,
-    )  # fmt: skip
+        at_ns=began_ns(scene, sides),
+        fold=(sent, expected, *fold),
+        place=place,
+    )
 
 
 def _skip_before(scene: Scene, rank: int, record: Record) -> Record | None:
@@ -382,10 +415,18 @@ def _skip_cause(
     )
     fold, where = group_place(waiting, (rank,))
     return Cause(
-        verdicts.SKIPPED, "error", sentence, (rank,),
-        evidence=(*traceback_lines(rank, exception), op_evidence(scene, waiter, waiting)),
-        at_ns=scene.wall_ns(rank, exception), fold=(headline(exception), *fold), place=where,
-    )  # fmt: skip
+        verdicts.SKIPPED,
+        "error",
+        sentence,
+        (rank,),
+        evidence=(
+            *traceback_lines(rank, exception),
+            op_evidence(scene, waiter, waiting),
+        ),
+        at_ns=scene.wall_ns(rank, exception),
+        fold=(headline(exception), *fold),
+        place=where,
+    )
 
 
 def _skipped(scene: Scene, root: Root) -> Cause | None:
@@ -443,8 +484,11 @@ def _fewer_tensors(
 ) -> Cause:
     rank, record = side
     peer = record.peer
-    verbs = ("sends", "receives") if record.direction is Direction.SEND else (
-        "expects", "sends")  # fmt: skip
+    verbs = (
+        ("sends", "receives")
+        if record.direction is Direction.SEND
+        else ("expects", "sends")
+    )
     sentence = (
         f"r{rank} {verbs[0]} {expected} tensors for {record.label} and r{peer}"
         f" {verbs[1]} {came}: index {record.tensor_index} has no partner"
@@ -452,10 +496,16 @@ def _fewer_tensors(
     )
     fold, place = group_place(record, (peer,))
     return Cause(
-        verdicts.MISSING_OP, "error", sentence, (peer,), victims_of(scene, root, (peer,)),
+        verdicts.MISSING_OP,
+        "error",
+        sentence,
+        (peer,),
+        victims_of(scene, root, (peer,)),
         (op_evidence(scene, rank, record), now_line(scene, peer)),
-        at_ns=began_ns(scene, (side,)), fold=(record.label, record.stage, *fold), place=place,
-    )  # fmt: skip
+        at_ns=began_ns(scene, (side,)),
+        fold=(record.label, record.stage, *fold),
+        place=place,
+    )
 
 
 def _run_not_started(scene: Scene, root: Root) -> Cause | None:
@@ -488,11 +538,16 @@ def _run_not_started(scene: Scene, root: Root) -> Cause | None:
         )
         fold, place = group_place(edge.op, (holder.rank,))
         return Cause(
-            verdicts.RUN_NOT_STARTED, "error", sentence, (holder.rank,),
+            verdicts.RUN_NOT_STARTED,
+            "error",
+            sentence,
+            (holder.rank,),
             victims_of(scene, root, (holder.rank,)),
             (op_evidence(scene, edge.waiter, edge.op), now_line(scene, holder.rank)),
-            at_ns=began_ns(scene, ((edge.waiter, edge.op),)), fold=fold, place=place,
-        )  # fmt: skip
+            at_ns=began_ns(scene, ((edge.waiter, edge.op),)),
+            fold=fold,
+            place=place,
+        )
     return None
 
 
@@ -528,9 +583,12 @@ def _start_up(scene: Scene, root: Root) -> Cause | None:
             f" {is_text(activity(scene, state)[0])}"
         )
         return Cause(
-            verdicts.STARTUP_NOT_JOINED, "error", sentence, (state.rank,),
+            verdicts.STARTUP_NOT_JOINED,
+            "error",
+            sentence,
+            (state.rank,),
             victims_of(scene, root, (state.rank,)),
             (op_evidence(scene, edge.waiter, op), now_line(scene, state.rank)),
             at_ns=began_ns(scene, ((edge.waiter, op),)),
-        )  # fmt: skip
+        )
     return None

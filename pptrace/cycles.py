@@ -99,9 +99,14 @@ def collective_cause(
     ]
     records = [(e.waiter, e.op) for e in (*root.inside, *root.incoming)]
     return Cause(
-        code, "error", sentence, guilty, victims_of(scene, root, guilty), tuple(lines),
+        code,
+        "error",
+        sentence,
+        guilty,
+        victims_of(scene, root, guilty),
+        tuple(lines),
         at_ns=began_ns(scene, records),
-    )  # fmt: skip
+    )
 
 
 def _mixed_cycle(scene: Scene, root: Root) -> Cause:
@@ -220,9 +225,13 @@ def _through_calls(scene: Scene, root: Root, held: list[Edge]) -> Cause:
             f" leaves grouped against separate ops undefined{because}"
         )
         return Cause(
-            verdicts.GROUPING, "error", sentence, culprits,
-            victims_of(scene, root, culprits), **common,
-        )  # fmt: skip
+            verdicts.GROUPING,
+            "error",
+            sentence,
+            culprits,
+            victims_of(scene, root, culprits),
+            **common,
+        )
     sentence = (
         f"r{fused} is inside the call that first uses its edges with r{lone}, with"
         f" {batch}, and r{lone} answers with the lone {op_text(edge.op)}: the set-up of"
@@ -230,9 +239,13 @@ def _through_calls(scene: Scene, root: Root, held: list[Edge]) -> Cause:
         f" after {op_text(edge.op)}{because}"
     )
     return Cause(
-        verdicts.FIRST_USE, "error", sentence, (fused,),
-        victims_of(scene, root, (fused,)), **common,
-    )  # fmt: skip
+        verdicts.FIRST_USE,
+        "error",
+        sentence,
+        (fused,),
+        victims_of(scene, root, (fused,)),
+        **common,
+    )
 
 
 def _around(scene: Scene, root: Root) -> list[tuple[int, Edge, int]]:
@@ -268,11 +281,14 @@ def _batch_cycle(scene: Scene, root: Root) -> Cause:
         sentence += f": ops to different peers share a batch ({shared}), so {op_text(far)} holds the others"
     culprits = tuple(sorted({rank for rank, _ in wide} or set(root.ranks)))
     return Cause(
-        verdicts.BATCH_CYCLE, "error", sentence, culprits,
+        verdicts.BATCH_CYCLE,
+        "error",
+        sentence,
+        culprits,
         victims_of(scene, root, culprits),
         tuple(op_evidence(scene, rank, e.op) for rank, e, _ in around),
         at_ns=began_ns(scene, ((rank, e.op) for rank, e, _ in around)),
-    )  # fmt: skip
+    )
 
 
 def _plain_cycle(scene: Scene, root: Root) -> Cause:
@@ -306,11 +322,16 @@ def _plain_cycle(scene: Scene, root: Root) -> Cause:
     sentence = f"{word}: {', '.join(ops)}; {tail} (missing: {missing})"
     fold, place = group_place(around[0][1].op, culprits)
     return Cause(
-        code, "error", sentence, culprits, victims_of(scene, root, culprits),
+        code,
+        "error",
+        sentence,
+        culprits,
+        victims_of(scene, root, culprits),
         tuple(op_evidence(scene, rank, e.op) for rank, e, _ in around),
         at_ns=began_ns(scene, ((rank, e.op) for rank, e, _ in around)),
-        fold=(label_key(*(e.op for _, e, _ in around)), *fold), place=place,
-    )  # fmt: skip
+        fold=(label_key(*(e.op for _, e, _ in around)), *fold),
+        place=place,
+    )
 
 
 def set_up_cause(scene: Scene, root: Root) -> Cause:
@@ -338,7 +359,14 @@ def set_up_cause(scene: Scene, root: Root) -> Cause:
     few = few_microbatches(scene, came)
     fold, place = group_place(waiting[0][1], culprits)
     return Cause(
-        verdicts.GROUP_SETUP, "error", sentence, culprits,
-        victims_of(scene, root, culprits), (*lines, *(now_line(scene, r) for r in known[:4])),
-        few_remedy(few) if few else (), began_ns(scene, waiting), fold, place,
-    )  # fmt: skip
+        verdicts.GROUP_SETUP,
+        "error",
+        sentence,
+        culprits,
+        victims_of(scene, root, culprits),
+        (*lines, *(now_line(scene, r) for r in known[:4])),
+        few_remedy(few) if few else (),
+        began_ns(scene, waiting),
+        fold,
+        place,
+    )

@@ -246,9 +246,14 @@ def _no_mismatch(scene: Scene, quiet: list[Cause]) -> Cause:
     )
     evidence = tuple(line for c in quiet for line in c.evidence)[:8]
     return Cause(
-        verdicts.NO_MISMATCH, "warning", sentence, (), tuple(ranks), evidence,
+        verdicts.NO_MISMATCH,
+        "warning",
+        sentence,
+        (),
+        tuple(ranks),
+        evidence,
         at_ns=min(c.at_ns for c in quiet),
-    )  # fmt: skip
+    )
 
 
 def _fold(found: list[Cause]) -> list[Cause]:

@@ -75,11 +75,18 @@ def _differs(
     held = {r for r in members if scene.graph.edges.get(r)}
     held |= set(scene.graph.victims(culprits))
     return Cause(
-        verdicts.CONFIG_DIFFERS, "error", sentence + waiting, culprits,
+        verdicts.CONFIG_DIFFERS,
+        "error",
+        sentence + waiting,
+        culprits,
         tuple(sorted(held - set(culprits))),
-        tuple(f"r{r}: {_run_text(runs[-1])}" for r, runs in sorted(members.items())[:8]),
-        fold=(name, tuple(map(str, values))), place=key, nodes=tuple(members),
-    )  # fmt: skip
+        tuple(
+            f"r{r}: {_run_text(runs[-1])}" for r, runs in sorted(members.items())[:8]
+        ),
+        fold=(name, tuple(map(str, values))),
+        place=key,
+        nodes=tuple(members),
+    )
 
 
 def _run_text(run: ScheduleRun) -> str:

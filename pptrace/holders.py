@@ -51,6 +51,9 @@ __all__ = [
     "untrusted",
 ]
 
+_RAISED_AT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_CHAINED = re.compile(r"\n(?:The above exception was|During handling of)")
+
 
 def explain_single(scene: Scene, root: Root, rank: int) -> Cause | None:
     """The cause at one rank that waits for nobody, by what it is doing; None if fine."""
@@ -107,9 +110,16 @@ def _root_cause(
         fold = (label_key(*(op for _, op in ops)), *fold)
     lines = [op_evidence(scene, rank, op) for rank, op in ops[:6]]
     return Cause(
-        code, severity, sentence, (state.rank,), victims_of(scene, root, (state.rank,)),
-        (*lines, *evidence), at_ns=began_ns(scene, waiters), fold=fold, place=place,
-    )  # fmt: skip
+        code,
+        severity,
+        sentence,
+        (state.rank,),
+        victims_of(scene, root, (state.rank,)),
+        (*lines, *evidence),
+        at_ns=began_ns(scene, waiters),
+        fold=fold,
+        place=place,
+    )
 
 
 def _straggler(scene: Scene, root: Root, state: RankState) -> Cause:
@@ -225,16 +235,29 @@ def nothing_wrong(scene: Scene, root: Root) -> Cause:
             " progress, no op is missing"
         )
         return Cause(
-            verdicts.SETUP_IN_PROGRESS, "warning", sentence, (), victims,
+            verdicts.SETUP_IN_PROGRESS,
+            "warning",
+            sentence,
+            (),
+            victims,
             tuple(op_evidence(scene, *side) for side in calls[:4]),
-            at_ns=began_ns(scene, calls), fold=("in call", min(low, high)), place=None,
-        )  # fmt: skip
+            at_ns=began_ns(scene, calls),
+            fold=("in call", min(low, high)),
+            place=None,
+        )
     records = held or [(e.waiter, e.op) for e in root.incoming]
     return Cause(
-        verdicts.NO_MISMATCH, "warning", "", (), victims,
-        tuple(op_evidence(scene, *s) if s[1].kind is Kind.OP else now_line(scene, s[0]) for s in records[:4]),
+        verdicts.NO_MISMATCH,
+        "warning",
+        "",
+        (),
+        victims,
+        tuple(
+            op_evidence(scene, *s) if s[1].kind is Kind.OP else now_line(scene, s[0])
+            for s in records[:4]
+        ),
         at_ns=began_ns(scene, records),
-    )  # fmt: skip
+    )
 
 
 def is_unknown(root: Root) -> bool:
@@ -317,26 +340,38 @@ def missing_file(scene: Scene, root: Root, rank: int) -> Cause | None:
     )
     lines = [op_evidence(scene, w, op) for w, op in list(waiting_ops(root))[:4]]
     return Cause(
-        verdicts.UNDETERMINED, "warning", sentence, (), victims_of(scene, root, ()),
-        tuple(lines), (f"the black box of r{rank} would settle it (rank{rank:05d}.pptrace)",),
+        verdicts.UNDETERMINED,
+        "warning",
+        sentence,
+        (),
+        victims_of(scene, root, ()),
+        tuple(lines),
+        (f"the black box of r{rank} would settle it (rank{rank:05d}.pptrace)",),
         scene.now_ns,
-    )  # fmt: skip
+    )
 
 
 def traceback_lines(rank: int, exception: Record | None) -> tuple[str, ...]:
-    """The whole text of an exception, as evidence."""
+    """Where an exception was raised, and its whole text, as evidence."""
     if exception is None or "\n" not in exception.text:
         return ()
-    return (f"r{rank} raised:\n{exception.text.strip()}",)
+    first = _CHAINED.split(exception.text)[0]  # the root cause is printed first
+    frames = _RAISED_AT.findall(first)
+    where = [f"r{rank} raised at {p}:{n} in {name}" for p, n, name in frames[-1:]]
+    return (*where, f"r{rank} raised:\n{exception.text.strip()}")
 
 
-def _owed(scene: Scene, rank: int) -> list[tuple[int, Record]]:
-    """Ops of others that this rank has not answered: it owes their partners."""
+def _owed(scene: Scene, rank: int, doing_now: Record | None) -> list[Side]:
+    """Ops of others that this rank has not answered: it owes their partners.
+
+    First those of the microbatch it was at, then the oldest.
+    """
     owed = [
         *scene.unmatched_at(rank, Direction.SEND),
         *scene.unmatched_at(rank, Direction.RECV),
     ]
-    return sorted(owed, key=lambda item: scene.wall_ns(*item))
+    label = doing_now.label if doing_now is not None else ""
+    return sorted(owed, key=lambda item: (item[1].label != label, scene.wall_ns(*item)))
 
 
 def raised(scene: Scene, state: RankState) -> Cause:
@@ -344,7 +379,7 @@ def raised(scene: Scene, state: RankState) -> Cause:
     rank, exception = state.rank, state.exception
     victims = tuple(sorted(set(scene.graph.victims((rank,))) - {rank}))
     place = place_text(exception)
-    owed = _owed(scene, rank)
+    owed = _owed(scene, rank, exception)
     sentence = f"r{rank} raised {headline(exception)}"
     sentence += f" in {place}" if place else ""
     sentence += f" at {clock_text(state.until_ns)}"
@@ -363,17 +398,23 @@ def raised(scene: Scene, state: RankState) -> Cause:
     lines = [f"waiting: {op_evidence(scene, *item)}" for item in owed[:4]]
     stage = exception.stage if exception else NONE
     return Cause(
-        code, "error", sentence, (rank,), victims,
-        (*traceback_lines(rank, exception), *lines), at_ns=state.until_ns,
-        fold=(headline(exception), stage, place), place=rank,
-    )  # fmt: skip
+        code,
+        "error",
+        sentence,
+        (rank,),
+        victims,
+        (*traceback_lines(rank, exception), *lines),
+        at_ns=state.until_ns,
+        fold=(headline(exception), stage, place),
+        place=rank,
+    )
 
 
 def died(scene: Scene, state: RankState) -> Cause:
     """A rank's process is gone without a word."""
     rank, log = state.rank, state.log
     victims = tuple(sorted(set(scene.graph.victims((rank,))) - {rank}))
-    owed = _owed(scene, rank)
+    owed = _owed(scene, rank, state.action)
     process = f"pid {log.pid} on {log.host or 'an unknown host'}"
     how = "is gone without a word"
     if log.terminated_by:
@@ -390,6 +431,13 @@ def died(scene: Scene, state: RankState) -> Cause:
     sentence += behind_text(victims)
     lines = [f"waiting: {op_evidence(scene, *item)}" for item in owed[:4]]
     return Cause(
-        verdicts.DIED, "error", sentence, (rank,), victims, (*lines, *stack_lines(state)),
-        at_ns=state.until_ns, fold=(log.host, state.until_ns // 5_000_000_000), place=rank,
-    )  # fmt: skip
+        verdicts.DIED,
+        "error",
+        sentence,
+        (rank,),
+        victims,
+        (*lines, *stack_lines(state)),
+        at_ns=state.until_ns,
+        fold=(log.host, state.until_ns // 5_000_000_000),
+        place=rank,
+    )

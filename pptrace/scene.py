@@ -105,7 +105,7 @@ class Scene:
     blamed: set[tuple[int, int]] = field(default_factory=set)
     """Pairs of ranks whose divergence has been reported."""
     _batches: dict[int, dict[int, list[Record]]] = field(default_factory=dict)
-    _facing: dict[tuple[int, int, Direction], list[tuple[int, Record]]] | None = None
+    _facing: dict[tuple[int, int, Direction], list[Side]] | None = None
 
     def batch(self, rank: int, record: Record) -> list[Record]:
         """All ops of the batch of ``record``, complete ones too."""
@@ -119,32 +119,27 @@ class Scene:
                     index.setdefault(r.batch, []).append(r)
         return index.get(record.batch) or [record]
 
-    def unmatched(
-        self, src: int, dst: int, direction: Direction
-    ) -> list[tuple[int, Record]]:
+    def unmatched(self, src: int, dst: int, direction: Direction) -> list[Side]:
         """Pending sends (or receives) from src to dst without a partner."""
+        return self._index().get((src, dst, direction), [])
+
+    def unmatched_at(self, end: int, direction: Direction) -> list[Side]:
+        """Pending sends to ``end`` (or receives from it) without a partner."""
+        return self._index().get((NONE, end, direction), [])
+
+    def _index(self) -> dict[tuple[int, int, Direction], list[Side]]:
+        """Unmatched ops by (src, dst, direction), and by peer under (NONE, peer, …)."""
         if self._facing is None:
             self._facing = {}
             for rank, records in self.graph.pending.items():
                 for r in records:
-                    if r.group is not None and self.graph.is_unposted(rank, r):
-                        is_send = r.direction is Direction.SEND
-                        ends = (rank, r.peer) if is_send else (r.peer, rank)
-                        key = (*ends, r.direction)
+                    if r.group is None or not self.graph.is_unposted(rank, r):
+                        continue
+                    is_send = r.direction is Direction.SEND
+                    src, dst = (rank, r.peer) if is_send else (r.peer, rank)
+                    for key in ((src, dst, r.direction), (NONE, r.peer, r.direction)):
                         self._facing.setdefault(key, []).append((rank, r))
-        return self._facing.get((src, dst, direction), [])
-
-    def unmatched_at(self, end: int, direction: Direction) -> list[tuple[int, Record]]:
-        """Pending sends to ``end`` (or receives from it) without a partner."""
-        self.unmatched(end, end, direction)
-        assert self._facing is not None
-        at = 1 if direction is Direction.SEND else 0
-        return [
-            item
-            for key, items in self._facing.items()
-            if key[2] is direction and key[at] == end
-            for item in items
-        ]
+        return self._facing
 
     def schedule(self, rank: int) -> ScheduleRun | None:
         """The schedule the rank is in, or was in last."""

@@ -1015,6 +1015,24 @@ def test_f_harmless_differences_are_silent() -> None:
 # -- G. ranks that raise, die or lag -------------------------------------------------------
 
 
+def test_g1_where_it_was_raised_and_the_op_of_that_microbatch() -> None:
+    """The root cause's own frame comes first, and the send its microbatch owed."""
+    job = Job(
+        "S F0>1; S F1>1; R B0<1", "R F0<0; F0; S F0>2; R F1<0; F1; raise ValueError: no",
+        "R F0<1; F0; {S B0>1, R F1<1}", eager=True,
+    )  # fmt: skip
+    record = next(r for r in job.logs[1].records if r.kind is Kind.EXCEPTION)
+    record.text = (
+        'ValueError: no\nTraceback (most recent call last):\n  File "/t/stage.py", line'
+        ' 7, in call\n  File "/me/model.py", line 3, in forward\nValueError: no\n\n'
+        "The above exception was the direct cause of the following exception:\n\n"
+        'Traceback (most recent call last):\n  File "/t/outer.py", line 9, in step\n'
+        "RuntimeError: failed to run forward"
+    )
+    report = expect(job, verdicts.RAISED, [1], "before posting isend F1→r2")
+    assert report.findings[0].evidence[0] == "r1 raised at /me/model.py:3 in forward"
+
+
 def test_g1_echoes_of_others_are_victims() -> None:
     """G1: connection errors after another rank's exception do not make culprits."""
     job = Job(
