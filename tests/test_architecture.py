@@ -17,7 +17,11 @@ _ROOMS = {
     "hooks": "pptrace.hooks",
     "viewers": "pptrace.viewers",
 }
-_COMPOSITION_ROOT = ("pptrace.cli", "pptrace.commands_check")
+_COMPOSITION_ROOT = (
+    "pptrace.cli",
+    "pptrace.commands_check",
+    "pptrace.commands_schedule",
+)
 # Who may import torch: what runs inside a training job, or subclasses its schedules.
 _WITH_TORCH = ("pptrace.hooks", "pptrace.schedules")
 # Where a third-party package may be imported at the top level of a module.

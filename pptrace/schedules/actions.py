@@ -23,6 +23,7 @@ __all__ = [
     "Action",
     "Cost",
     "Programs",
+    "Timed",
     "actions_1f1b",
     "actions_gpipe",
     "compute_only",
@@ -34,6 +35,7 @@ __all__ = [
     "order_1f1b",
     "order_gpipe",
     "parse",
+    "play",
     "read_csv",
     "rendezvous_problem",
     "stage_to_rank_of",
@@ -448,11 +450,19 @@ class Cost:
     """Compute actions, all ranks together."""
 
 
-def measure(programs: Programs) -> Cost:
-    """Play a schedule in unit time; sends, receives and reductions cost nothing.
+class Timed(NamedTuple):
+    """A compute action and when it runs, in units of an F."""
+
+    begin: int
+    end: int
+    action: Action
+
+
+def play(programs: Programs) -> dict[int, list[Timed]]:
+    """When every compute action runs, by rank; messages and reductions take no time.
 
     Raises:
-        InputError: it cannot be followed to the end.
+        InputError: the programs cannot be followed to the end.
     """
     orders = {
         rank: [a for a in flatten(program) if a.kind in COMPUTE]
@@ -460,29 +470,42 @@ def measure(programs: Programs) -> Cost:
     }
     last = max(stage_to_rank_of(orders))
     ended: dict[Action, int] = {}
-    clock = dict.fromkeys(orders, 0)
+    played: dict[int, list[Timed]] = {rank: [] for rank in orders}
 
     def step(rank: int, action: Action) -> bool:
         needs = [need for need in _inputs(action, last) if need is not None]
         if any(need not in ended for need in needs):
             return False
-        start = max([clock[rank], *(ended[need] for need in needs)])
-        clock[rank] = start + _UNIT_COST[action.kind]
-        name = "B" if action.kind == "I" else action.kind
-        ended[Action(action.stage, name, action.microbatch)] = clock[rank]
-        ended[Action(action.stage, action.kind, action.microbatch)] = clock[rank]
+        before = played[rank][-1].end if played[rank] else 0
+        begin = max([before, *(ended[need] for need in needs)])
+        end = begin + _UNIT_COST[action.kind]
+        played[rank].append(Timed(begin, end, action))
+        ended[action] = end
+        if action.kind == "I":
+            ended[action._replace(kind="B")] = end
         return True
 
     stuck = _advance(orders, step)
     if stuck:
         raise _cannot_end(stuck)
-    busy = sum(_UNIT_COST[a.kind] for order in orders.values() for a in order)
-    makespan = max(clock.values())
+    return played
+
+
+def measure(programs: Programs) -> Cost:
+    """What a schedule costs; see `play`.
+
+    Raises:
+        InputError: it cannot be followed to the end.
+    """
+    played = play(programs)
+    orders = [[timed.action for timed in rank] for rank in played.values()]
+    busy = sum(t.end - t.begin for rank in played.values() for t in rank)
+    makespan = max(rank[-1].end for rank in played.values())
     return Cost(
         makespan,
-        1 - busy / (makespan * len(orders)),
-        max(_peak_in_flight(order) for order in orders.values()),
-        sum(map(len, orders.values())),
+        1 - busy / (makespan * len(played)),
+        max(map(_peak_in_flight, orders)),
+        sum(map(len, orders)),
     )
 
 
