@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import io
 import os
@@ -159,13 +160,20 @@ class _Explain:
 
 _COMMANDS: tuple[type[_Command], ...] = (_Report, _Trace, _Explain)
 
+_LATER = {
+    "check": ("pptrace.commands_check", "Check"),
+    "run-program": ("pptrace.commands_check", "RunProgram"),
+    "schedule": ("pptrace.commands_schedule", "Schedule"),
+}
+"""Commands of other modules, loaded only if one is asked for: a report starts fast."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code. The script and ``-m`` end up here."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name the locale cannot show
             stream.reconfigure(errors="backslashreplace")
-    args = _parser().parse_args(argv)
+    args = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
     command: _Command = args.command()
     try:
         code = command.run(args)
@@ -186,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands; in full only of those that ``argv`` can mean."""
     parser = argparse.ArgumentParser(
         prog="pptrace",
         description="Says why a pipeline-parallel PyTorch job hangs.",
@@ -194,19 +203,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    meant = argv[0] if argv else ""
     for command in _COMMANDS:
-        text = inspect.getdoc(command) or ""
-        summary = text.partition("\n")[0]
-        sub = commands.add_parser(
-            command.__name__.strip("_").lower(),
-            help=summary,
-            description=text,
-            epilog=_EXIT_CODES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.set_defaults(command=command)
-        command().prepare_parser(sub)
+        _add_command(commands, command.__name__.strip("_").lower(), command)
+    for name, (module, attribute) in _LATER.items():
+        if meant == name or meant not in _names():
+            found = getattr(importlib.import_module(module), attribute)
+            _add_command(commands, name, found)
     return parser
+
+
+def _names() -> set[str]:
+    return {command.__name__.strip("_").lower() for command in _COMMANDS} | {*_LATER}
+
+
+def _add_command(commands: Any, name: str, command: type[_Command]) -> None:
+    text = inspect.getdoc(command) or ""
+    sub = commands.add_parser(
+        name,
+        help=text.partition("\n")[0],
+        description=text,
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.set_defaults(command=command)
+    command().prepare_parser(sub)
 
 
 class _Version(argparse.Action):

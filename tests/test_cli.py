@@ -443,7 +443,7 @@ def test_the_surface_of_the_command_line_is_meant() -> None:
     """Commands and options change only together with this list."""
     found = {
         name: sorted(o for a in sub._actions for o in a.option_strings if o[:2] == "--")
-        for action in cli._parser()._actions
+        for action in cli._parser([])._actions
         if isinstance(action.choices, dict)
         for name, sub in action.choices.items()
     }
@@ -451,4 +451,42 @@ def test_the_surface_of_the_command_line_is_meant() -> None:
         "report": ["--help", "--json", "--no-color", "--width"],
         "trace": ["--help", "--output"],
         "explain": ["--help"],
+        "check": [
+            "--csv",
+            "--eager",
+            "--forward-only",
+            "--help",
+            "--host",
+            "--json",
+            "--metadata",
+            "--microbatches",
+            "--no-color",
+            "--pp",
+            "--preconnect",
+            "--rule",
+            "--schedule",
+            "--stages",
+            "--start-up",
+            "--sweep",
+            "--width",
+        ],
+        "run-program": [
+            "--help",
+            "--json",
+            "--limit",
+            "--no-color",
+            "--out",
+            "--width",
+        ],
+        "schedule": [
+            "--arrows",
+            "--csv",
+            "--help",
+            "--microbatches",
+            "--no-color",
+            "--pp",
+            "--stages-per-rank",
+            "--svg",
+            "--width",
+        ],
     }
