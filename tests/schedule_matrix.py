@@ -34,9 +34,9 @@ _SCHEDULES = (
 _RANKS = 4
 _COUNTS = (1, 2, 3, 5, 8, 9)
 _EMULATIONS = (
-    ("split, lazy", Emulation("split")),
-    ("split, eager", Emulation("split", eager=True)),
-    ("coalesced, lazy", Emulation("coalesced")),
+    ("split lazy", Emulation("split")),
+    ("split eager", Emulation("split", eager=True)),
+    ("coalesced lazy", Emulation("coalesced")),
 )
 _TOLERANCE = 1e-12
 

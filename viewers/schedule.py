@@ -123,12 +123,12 @@ def render_svg(picture: Picture, *, arrows: bool = True) -> str:
         ),
         *_svg_ruler(picture.makespan, len(rows)),
     ]
+    if arrows:  # below the boxes, whose labels stay readable
+        lines += [_svg_arrow(arrow, rows) for arrow in picture.arrows]
     for rank, row in picture.ranks.items():
         y = _TOP + rows[rank] * _ROW
         lines.append(f'<text x="12" y="{y + 15}" font-weight="bold">r{rank}</text>')
         lines += [_svg_box(box, y) for box in row]
-    if arrows:
-        lines += [_svg_arrow(arrow, rows) for arrow in picture.arrows]
     lines += _svg_legend(picture, _TOP + len(rows) * _ROW + 22)
     return "\n".join([*lines, "</svg>", ""])
 
@@ -143,14 +143,20 @@ def _svg_ruler(makespan: int, rows: int) -> Iterator[str]:
 
 def _svg_box(box: Box, y: int) -> str:
     x, width = _LEFT + box.begin * _UNIT, (box.end - box.begin) * _UNIT - 2
-    opacity = max(0.45, 1 - 0.35 * box.chunk)
     return (
         f"<g><title>{box.label}, time {box.begin} to {box.end}</title>"
         f'<rect x="{x}" y="{y}" width="{width}" height="{_BOX}" rx="3" '
-        f'fill="{_COLORS[box.kind]}" fill-opacity="{opacity:.2f}"/>'
+        f'fill="{_shade(_COLORS[box.kind], box.chunk)}"/>'
         f'<text x="{x + width / 2}" y="{y + 15}" text-anchor="middle">'
         f"{box.label}</text></g>"
     )
+
+
+def _shade(color: str, chunk: int) -> str:
+    """Lighter for the later stages of a rank; solid, so no arrow shows through."""
+    strength = max(0.45, 1 - 0.35 * chunk)
+    channels = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - (255 - c) * strength):02x}" for c in channels)
 
 
 def _svg_arrow(arrow: Arrow, rows: dict[int, int]) -> str:
