@@ -694,6 +694,11 @@ def test_a5_a_rank_that_finished_owes_two_ops() -> None:
     assert report.ranks[1].doing == "exited normally"
 
 
+def test_a5_needs_no_patience() -> None:
+    """A rank that has exited will never post: that is certain at once."""
+    expect(Job("R x<1", "", hang=0.1), verdicts.EXITED, [1])
+
+
 def test_a6_host_that_never_returns_from_isend() -> None:
     """A6: r0 is blocked inside isend, the first op of the pair."""
     expect(
@@ -801,6 +806,19 @@ def test_c1_in_the_queue_of_one_communicator() -> None:
     assert first.culprits == (0, 1)
 
 
+def test_c1_across_two_communicators() -> None:
+    """CUDA: a kernel that its compute stream keeps back keeps its partner waiting."""
+    job = Job(
+        "{R F0<1, S B0>1}; R F1<1; {R F2<1, S B2>1}",
+        "{S F0>0, R B0<0}; {S F2>0, R B2<0}; S F1>0", host=Host.ASYNC,
+    )  # fmt: skip
+    assert job.is_deadlock
+    assert job.unmatched == set()
+    first = verdict(job)
+    assert first.severity == "error"
+    assert first.culprits == (0, 1)
+
+
 def test_c1_receives_face_each_other() -> None:
     """Receive before send on both sides is told apart from sends."""
     expect(Job("R x<1; S x>1", "R x<0; S x>0"), verdicts.RECVS_FACE, [0, 1])
@@ -829,10 +847,11 @@ def test_c2_first_difference_in_order() -> None:
         "step 1; S F0>1; S F2>1; S F1>1; R B0<1", "step 1; R F0<0; R F1<0; R F2<0; hang F2",
         schedules=schedules(2, 4),
     )  # fmt: skip
-    expect(
+    report = expect(
         job, verdicts.ORDER_DIFFERS, [0, 1], "k=1 from r0 to r1", "F2 for the sender",
         "F1 for the receiver", "in step 1",
     )  # fmt: skip
+    assert [f.severity for f in report.findings] == ["error"]
 
 
 # -- D. groups and ranks -------------------------------------------------------------------
@@ -1147,6 +1166,16 @@ def test_g4_ended_in_the_middle_of_a_matched_op(end: str) -> None:
     assert report.findings[0].victims == (1,)
 
 
+def test_g4_ended_in_the_middle_of_an_op_the_ring_has_overwritten() -> None:
+    """The dead rank's record of the op is gone; its counter still says that it posted."""
+    job = Job("F0; S F0>1; sleep", "R F0<0; sleep")
+    recv = next(r for r in job.logs[1].records if r.kind is Kind.OP)
+    recv.done_ns = recv.waited_ns = 0
+    job.logs[0].records.clear()
+    job.kill(0, seconds_ago=29)
+    expect(job, verdicts.DIED, [0], "r1 waits behind it")
+
+
 def test_g4_victims_raise_after_the_death() -> None:
     """G4: the dead one is the culprit although the others' errors are all one sees."""
     job = Job("S F0>1; R B0<1", "R F0<0; hang F0", "R F0<1; F0")
@@ -1233,10 +1262,11 @@ def test_h1_different_numbers_of_microbatches() -> None:
     job = Job(
         one_f_one_b(0, 2, 4), one_f_one_b(1, 2, 5), schedules=runs,
     )  # fmt: skip
-    expect(
+    report = expect(
         job, verdicts.CONFIG_DIFFERS, [0, 1], "n_microbatches", "r0: n_microbatches 4",
         "r1: n_microbatches 5", "r1 waits for irecv F4←r0", "r0 scheduled 4",
     )  # fmt: skip
+    assert len(report.findings) == 1
 
 
 def test_h1_the_odd_one_out() -> None:
