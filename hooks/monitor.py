@@ -250,9 +250,18 @@ class Monitor(threading.Thread):
                 data = zlib.decompress(self._store.get(key))
                 log = blackbox.read_bytes(data, path=f"rank {rank}")
                 log.alive = True
+                log.stacks = self._read_stacks(rank)
                 logs[rank] = log
         silent = [r for r in range(self._world_size) if r not in logs]
         return logs | self._read_files(silent)
+
+    def _read_stacks(self, rank: int) -> str:
+        """The Python stacks a rank has just saved, if its folder is visible here."""
+        path = self._folder / blackbox.file_name(rank)
+        try:
+            return path.with_suffix(".stacks.txt").read_text("utf-8", "replace")
+        except OSError:
+            return ""
 
     def _await_report(self, round_: int) -> None:
         """Wait for the collecting rank; if it is gone, say where our file is."""

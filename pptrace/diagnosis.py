@@ -122,7 +122,9 @@ def _findings(scene: Scene) -> tuple[tuple[Finding, ...], set[int]]:
     }
     explained = [c for root in roots if (c := _explain(scene, root, configured))]
     found += _merge(scene, explained)
-    found += differences.payloads(scene) + differences.silent_conflicts(scene)
+    is_explained = any(c.severity == "error" for c in found)
+    found += differences.payloads(scene)
+    found += differences.silent_conflicts(scene, is_hang_explained=is_explained)
     if any(c.severity == "error" for c in found):
         # Something is wrong after all, so what merely stands still is no riddle.
         found = [c for c in found if c.code != verdicts.NO_MISMATCH]
