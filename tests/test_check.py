@@ -103,6 +103,17 @@ def test_schedules_known_to_be_sound_have_no_finding(settings: dict[str, Any]) -
             assert result.plan is not None or schedule in _MULTI
 
 
+def test_deferred_receives_hang_in_torchs_schedules_and_not_in_the_fixed() -> None:
+    """With ``defer_pp_recv`` both sides of a pair send before they receive."""
+    kinds = (schedules.ScheduleLoopedBFS, pptrace.schedules.ScheduleLoopedBFS)
+    torchs, fixed = (
+        check(kind, num_stages=4, num_ranks=2, n_microbatches=4, defer_pp_recv=True)
+        for kind in kinds
+    )
+    assert _codes(torchs)[0] == "PPT012"
+    assert fixed.ok
+
+
 def test_what_torch_refuses_is_a_finding_with_its_reason() -> None:
     """The constructor's own words are the verdict; nothing else is said."""
     result = _run(schedules.Schedule1F1B, 4, 2)
