@@ -359,7 +359,7 @@ class StubStage(_STAGE):  # type: ignore[misc]
         if self.has_backward:
             self._append(bwd_chunk_id * NEXT_ACTION + self._numbers[3])
 
-    def set_local_fwd_input(self, *_: Any) -> None:
+    def set_local_fwd_input(self, *_: Any, **__: Any) -> None:
         """Nothing to hand over to the next stage of this rank."""
 
     set_local_bwd_input = set_local_fwd_input

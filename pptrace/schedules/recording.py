@@ -51,6 +51,7 @@ __all__ = [
 
 _FORWARD_ONLY = torch_schedules._ScheduleForwardOnly
 _LOSS = object()
+_MAPPING = "stage_index_to_group_rank"
 
 
 class Refused(Exception):  # noqa: N818 - torch's refusal is a result, not a fault
@@ -124,6 +125,7 @@ class _Run:
         self._setup = setup
         self._recorders = recorders
         self._is_multi = _is_multi(schedule)
+        self._accepted = inspect.signature(schedule).parameters
         self._errors: list[BaseException] = []
         self.described: dict[int, tuple[ScheduleRun, ...]] = {}
         self.tapes: dict[int, Tape] = {}
@@ -171,18 +173,22 @@ class _Run:
         mapping = {s: s % setup.num_ranks for s in range(setup.num_stages)}
         stages = self._stages(self._recorders[0], mapping)
         schedule = self._construct(stages)
-        said = getattr(schedule, "stage_index_to_group_rank", None)
+        said = _mapping_of(schedule)
         if said and said != mapping:
-            mapping = dict(said)
-            if not self._is_plain:
+            mapping = said
+            if not self._is_plain or _MAPPING in self._accepted:
                 stages = self._stages(self._recorders[0], mapping)
-                schedule = self._construct(stages)
+                schedule = self._construct(stages, mapping)
         return schedule, mapping
 
-    def _construct(self, stages: list[StubStage]) -> Any:
+    def _construct(
+        self, stages: list[StubStage], mapping: Mapping[int, int] | None = None
+    ) -> Any:
         setup = self._setup
         options = dict(setup.options)
-        accepted = inspect.signature(self._class).parameters.values()
+        if mapping is not None and _MAPPING in self._accepted:  # torch 2.6
+            options[_MAPPING] = dict(mapping)
+        accepted = self._accepted.values()
         if any(p.name == "loss_fn" or p.kind is p.VAR_KEYWORD for p in accepted):
             options.setdefault("loss_fn", lambda *_, **__: _LOSS)
         target: Any = stages if self._is_multi else stages[0]
@@ -256,6 +262,19 @@ class _Run:
             metadata="static" if setup.is_static else "dynamic",
             module=self._class.__module__,
         )
+
+
+def _mapping_of(schedule: Any) -> dict[int, int]:
+    """Which rank holds each stage: who runs its actions, else what the schedule says."""
+    order = getattr(schedule, "pipeline_order", None) or {}
+    found = {}
+    if isinstance(schedule, torch_schedules.PipelineScheduleMulti):
+        for rank, actions in order.items():
+            for action in actions:
+                if action is not None and action.stage_index >= 0:
+                    found[action.stage_index] = rank
+    said = getattr(schedule, _MAPPING, None)
+    return dict(sorted((found or said or {}).items()))
 
 
 def _is_multi(schedule: type) -> bool:
