@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pptrace.errors import InputError, PptraceError
 
 if TYPE_CHECKING:
+    from pptrace.logs import LogEvidence
     from pptrace.report import Report
     from pptrace.runs import Run
 
@@ -27,6 +28,8 @@ __all__ = ["main"]
 
 _EXIT_CODES = "exit codes: 0 nothing wrong, 1 findings, 2 unusable input"
 _UNUSABLE, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
+_LONGEST_CODE = 10
+"""What `pptrace explain` gets beyond this is a line of a log."""
 _PIPE_WIDTH = 100
 """Columns where nobody can say how wide the reader's screen is."""
 
@@ -45,16 +48,36 @@ class _Report:
     """Say why a job hangs: the culprit, what is missing, and what to change.
 
     DIR is a run's folder, or the output directory (then its newest run), or one black
-    box. Its files may come from processes that live or died, from another machine, and
-    some may be missing. torch is not needed.
+    box, or a folder of Flight Recorder dumps. Its files may come from processes that
+    live or died, from another machine, and some may be missing. torch is not needed.
+    With --fr or --logs, DIR may be left out: then they are all there is.
 
     Examples:
       pptrace report pptrace-out
       pptrace report pptrace-out --json | jq '.findings[0]'
+      pptrace report --fr /tmp/nccl_trace_rank_* --logs 'logs/rank*.log'
     """
 
     def prepare_parser(self, parser: argparse.ArgumentParser) -> None:
         _add_folder(parser)
+        parser.add_argument(
+            "--fr",
+            nargs="+",
+            action="extend",
+            default=[],
+            type=Path,
+            metavar="PATH",
+            help="Flight Recorder dumps, or folders of them",
+        )
+        parser.add_argument(
+            "--logs",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="GLOB",
+            help="logs of the job: one mixed file or one per rank, and the JSON of"
+            " ncclras",
+        )
         parser.add_argument(
             "--json", action="store_true", help="the whole report as JSON"
         )
@@ -71,8 +94,9 @@ class _Report:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        run = _load(args.folder)
-        report = _diagnose(run)
+        evidence = _read_logs(args.logs) if args.logs else None
+        run = _load(args.folder, args.fr, evidence)
+        report = _diagnose(run, evidence)
         if args.json:
             _write(report.to_json() + "\n", encoding="utf-8")
         else:
@@ -127,21 +151,28 @@ class _Trace:
 
 
 class _Explain:
-    """Explain a verdict by its code: what it means, why it happens, what helps.
+    """Explain a verdict by its code, or a line of a log, in words.
 
-    Without CODE, list all codes.
+    A code: what it means, why it happens, what helps. A line: what NCCL's watchdog,
+    NCCL or the launcher mean by it. Without CODE, list all codes.
 
     Examples:
       pptrace explain PPT001
+      pptrace explain '[Rank 1] Watchdog caught collective operation timeout: ...'
     """
 
     def prepare_parser(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("code", nargs="?", metavar="CODE", help="such as PPT001")
+        parser.add_argument(
+            "code", nargs="?", metavar="CODE", help="such as PPT001, or a line of a log"
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         import difflib
 
         from pptrace.verdicts import VERDICTS, explain
+
+        if args.code and len(args.code) > _LONGEST_CODE:
+            return self._explain_line(args.code)
 
         if args.code is None:
             lines = (f"{v.code}  {v.name}: {v.meaning}" for v in VERDICTS.values())
@@ -155,6 +186,18 @@ class _Explain:
                 advice = f"perhaps {' or '.join(near)}; {advice}"
             raise InputError(args.code, "is not a verdict code", advice)
         _write(explain(code) + "\n")
+        return 0
+
+    def _explain_line(self, line: str) -> int:
+        import textwrap
+
+        from pptrace.lines import explain_line
+
+        words = explain_line(line)
+        if words is None:
+            advice = "known are lines of NCCL, its watchdog, torchrun and tracebacks"
+            raise InputError(line[:60], "is no line that pptrace knows", advice)
+        _write(textwrap.fill(words, 88) + "\n")
         return 0
 
 
@@ -252,7 +295,6 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         "folder",
         nargs="?",
         type=Path,
-        default=Path(os.environ.get("PPTRACE_DIR") or "pptrace-out"),
         metavar="DIR",
         help="a run's folder, the output directory or one black box; default: "
         "PPTRACE_DIR, else pptrace-out",
@@ -268,27 +310,52 @@ def _width(text: str) -> int:
 # -- what commands share -----------------------------------------------------------
 
 
-def _load(folder: Path) -> Run:
+def _load(
+    folder: Path | None,
+    dumps: Sequence[Path] = (),
+    evidence: LogEvidence | None = None,
+) -> Run:
     with _Busy("reading black boxes") as step:
         from pptrace import runs
 
-        return runs.load_run(folder, progress=step)
+        if folder is not None or not (dumps or evidence):
+            folder = folder or Path(os.environ.get("PPTRACE_DIR") or "pptrace-out")
+            return runs.load_run(folder, progress=step, dumps=dumps)
+        if dumps:
+            return runs.load_dumps(dumps)
+        assert evidence is not None
+        path = Path(evidence.files[0]).parent
+        return runs.Run(path, {}, (), evidence.written_ns)
 
 
-def _diagnose(run: Run) -> Report:
+def _read_logs(patterns: Sequence[str]) -> LogEvidence:
+    with _Busy("reading logs"):
+        from pptrace import logs
+
+        return logs.read(patterns)
+
+
+def _diagnose(run: Run, evidence: LogEvidence | None = None) -> Report:
     with _Busy("looking for the cause"):
         from pptrace import diagnosis
 
+        ranks = run.logs
+        if evidence is not None:
+            from pptrace import log_findings
+
+            ranks = log_findings.combine(ranks, evidence)
         report = diagnosis.diagnose(
-            run.logs,
+            ranks,
             now_wall_ns=run.now_wall_ns,
-            run=str(run.path),
+            run=str(run.path) if run.logs else "",
             problems=run.problems,
         )
         if any(run.path.glob("plan-*.json")):
             from pptrace.progress import add_progress
 
             report = add_progress(report, run.logs, run.path)
+        if evidence is not None:
+            report = log_findings.annotate(report, evidence, run.logs)
         return report
 
 

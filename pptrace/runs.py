@@ -17,7 +17,7 @@ from pptrace import blackbox
 from pptrace.errors import InputError
 from pptrace.records import RankLog, format_ranks
 
-__all__ = ["Run", "load_run"]
+__all__ = ["Run", "load_dumps", "load_run"]
 
 _HEADER_BYTES = 4096
 _MAX_RANKS = 1 << 20
@@ -124,6 +124,22 @@ def _load_boxes(
     if not logs:
         raise InputError(root, f"has no usable black box; {problems[-1]}", _ADVICE)
     return folder, logs, problems
+
+
+def load_dumps(paths: Sequence[Path]) -> Run:
+    """Read Flight Recorder dumps alone: files, or folders of them.
+
+    Raises:
+        InputError: none of them can be used.
+    """
+    logs: dict[int, RankLog] = {}
+    problems = _add_dumps(logs, paths)
+    if not logs:
+        reason = f"no usable Flight Recorder dump; {problems[0]}"
+        raise InputError(", ".join(map(str, paths[:3])), reason)
+    problems += _world_problems(logs)
+    folder = paths[0] if paths[0].is_dir() else paths[0].parent
+    return Run(folder, logs, tuple(problems), _now(logs.values()))
 
 
 # -- Flight Recorder dumps -----------------------------------------------------------

@@ -448,7 +448,7 @@ def test_the_surface_of_the_command_line_is_meant() -> None:
         for name, sub in action.choices.items()
     }
     assert found == {
-        "report": ["--help", "--json", "--no-color", "--width"],
+        "report": ["--fr", "--help", "--json", "--logs", "--no-color", "--width"],
         "trace": ["--help", "--output"],
         "explain": ["--help"],
         "check": [
