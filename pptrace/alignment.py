@@ -50,6 +50,7 @@ def settle(logs: Mapping[int, RankLog]) -> None:
     dumps = {r: log for r, log in logs.items() if "flight_recorder" in log.environment}
     if not dumps:
         return
+    _settle_doubts(logs, dumps)
     _set_transports(logs, dumps)
     sides = _sides(logs)
     for log in dumps.values():
@@ -58,6 +59,48 @@ def settle(logs: Mapping[int, RankLog]) -> None:
         if side.rank in dumps:
             _number(logs, sides, channel, direction)
             dumps[side.rank].channels.append(_state(channel, direction, side))
+
+
+# -- calls that go on --------------------------------------------------------------
+
+
+def _settle_doubts(logs: Mapping[int, RankLog], dumps: Mapping[int, RankLog]) -> None:
+    """Say whether last ops without a stack are single, or batches whose call goes on.
+
+    A single op is listed once its pair's communicator exists, for which the peer has to
+    come, too. A peer that shows no single op with this rank, and is inside a call
+    itself, did not come: then the op is a batch whose call goes on as well.
+    """
+    doubtful = [
+        (rank, log.records[seq - 1])
+        for rank, log in dumps.items()
+        for seq in log.environment["flight_recorder"].get("doubtful", ())
+    ]
+    is_settled = False
+    while not is_settled:
+        is_settled = True
+        for rank, record in doubtful:
+            if not record.in_call and _is_held_up(logs, rank, record):
+                is_settled = False
+                record.flags |= Flag.COALESCED
+                record.transport = Transport.GROUP
+                record.batch = 1 + max(r.batch for r in logs[rank].records)
+                record.returned_ns = record.wait_ns = record.waited_ns = 0
+
+
+def _is_held_up(logs: Mapping[int, RankLog], rank: int, record: Record) -> bool:
+    """Whether the peer is inside a call of the group and never came to the pair's."""
+    peer = logs.get(record.peer)
+    if peer is None or record.group is None:
+        return False
+    ops = [
+        other
+        for (channel, _), other in _ops(record.peer, peer)
+        if channel.group == record.group.key
+    ]
+    if any(o.transport is Transport.PAIR and o.peer == rank for o in ops):
+        return False
+    return any(o.in_call and not o.done_ns for o in ops)
 
 
 # -- transports --------------------------------------------------------------------

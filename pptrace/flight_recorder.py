@@ -231,6 +231,8 @@ class _Reading:
         self.collectives: dict[tuple[str, int], Record] = {}
         self.batches = 0
         self.strangers = 0
+        self.doubtful: list[Record] = []
+        """Last ops that may be single ones, or batches of one whose call goes on."""
 
     def log(self) -> RankLog:
         for entry in self.dump.entries:
@@ -351,6 +353,8 @@ class _Reading:
         """The last entries of a group: a single op, or a batch whose call goes on."""
         calls = {frame[0] for frame in batch.first.frames}
         if len(batch.records) == 1 and not calls & _BATCH_CALLS:
+            if not calls:
+                self.doubtful.append(batch.records[0])
             return
         self._make_batch(batch)
         for record in batch.records:
@@ -403,6 +407,7 @@ class _Reading:
                     "version": dump.version,
                     "lost": sorted({g.name for g in known} - whole),
                     "strangers": self.strangers,
+                    "doubtful": [r.seq for r in self.doubtful if not r.done_ns],
                 },
                 "environment": {
                     "Flight Recorder": dump.version,
