@@ -181,16 +181,20 @@ def _add_dumps(logs: dict[int, RankLog], paths: Sequence[Path]) -> list[str]:
     alignment.settle(logs)
     if alone:
         problems.append(
-            f"r{format_ranks(alone)}: from Flight Recorder dumps, which know no stages"
-            " and microbatches, and no op whose call still sets up its communicator"
+            f"{_ranks(alone)}: from Flight Recorder dumps, which know no stages and"
+            " microbatches, and no op whose call still sets up its communicator"
         )
     empty = [rank for rank in alone if not logs[rank].records]
     if empty:
         problems.append(
-            f"r{format_ranks(empty)}: no entry in the dump: nothing was issued, or the"
-            " first call still sets up its communicator"
+            f"{_ranks(empty)}: no entry in the dump: nothing was issued, or the first"
+            " call still sets up its communicator"
         )
     return problems
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 # -- finding -----------------------------------------------------------------------
@@ -331,11 +335,10 @@ def _world_problems(logs: dict[int, RankLog]) -> list[str]:
         problems.append(f"the files disagree on the number of ranks: {said}")
     missing = [rank for rank in range(max(sizes)) if rank not in logs]
     if missing:
-        noun = "rank" if len(missing) == 1 else "ranks"
         has_dumps = any("flight_recorder" in log.environment for log in logs.values())
         or_dump = "or dump " if has_dumps else ""
         problems.append(
-            f"no black box {or_dump}of {noun} {format_ranks(missing)} "
+            f"no black box {or_dump}of {_ranks(missing)} "
             f"({len(logs)} of {max(sizes)} are here)"
         )
     return problems

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from fr_synthetic import Ring
 from pptrace import cli, runs
 from pptrace.blackbox import BlackBox, file_name
 from pptrace.records import Direction, Group, Kind, Pass, Transport
@@ -255,16 +256,107 @@ def test_wrong_usage_is_exit_code_2(args: list[str]) -> None:
     assert "usage: pptrace" in done.stderr
 
 
+# -- Flight Recorder dumps and logs --------------------------------------------------
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> Path:
+    """Dumps of a job in which r0 owes r1 a second send, and r2 waits for r1."""
+    rings = [Ring(rank, {"0": range(3)}) for rank in range(3)]
+    rings[0].send(1)
+    rings[1].recv(0)
+    rings[1].recv(0, done=False)
+    rings[2].recv(1, done=False)
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    for ring in rings:
+        ring.write(folder)
+    return folder
+
+
+def test_dumps_are_reported_alone_or_by_name(dumps: Path, tmp_path: Path) -> None:
+    """As DIR or with --fr, whatever lies in the default folder."""
+    for arguments in ([dumps], ["--fr", *sorted(dumps.iterdir())], ["--fr", dumps]):
+        done = _pptrace("report", *arguments, cwd=tmp_path)
+        assert done.returncode == 1, done.stderr
+        assert re.match(r"WARNING PPT011 .+: culprit r0, victims r1-r2", done.stdout)
+        assert done.stderr == ""
+    traced = _pptrace("trace", dumps)
+    assert "wrote" in traced.stdout
+
+
+def test_dumps_and_logs_go_with_black_boxes(hung: Path, tmp_path: Path) -> None:
+    """The verdict of the black boxes stays; the lines stand in its evidence."""
+    log = tmp_path / "rank0.log"
+    log.write_text(_WATCHDOG)
+    before = json.loads(_pptrace("report", hung, "--json").stdout)["findings"][0]
+    done = _pptrace("report", hung, "--json", "--logs", str(tmp_path / "*.log"))
+    after = json.loads(done.stdout)["findings"][0]
+    assert (after["code"], after["sentence"]) == (before["code"], before["sentence"])
+    assert any("a batch" in line for line in after["evidence"])
+
+
+def test_logs_alone_give_what_they_support(tmp_path: Path) -> None:
+    """Undetermined, explained, and with the way on; exit code 1."""
+    (tmp_path / "job.log").write_text(_WATCHDOG)
+    done = _pptrace("report", "--logs", "job.log", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("WARNING PPT071 undetermined")
+    text = " ".join(done.stdout.split())
+    assert "from logs alone" in text
+    assert "size_t(-1)" in text
+    assert "pptrace report --fr" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--logs", "none*.log"], "no such file"),
+        (["--fr", "none"], "none: cannot be read"),
+        (["--fr", "bomb"], "would import posix.system: refused"),
+    ],
+)
+def test_unusable_dumps_and_logs_are_one_line(
+    tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    """As for black boxes: the name, the reason, exit code 2."""
+    (tmp_path / "bomb").write_bytes(b"\x80\x02cposix\nsystem\nX\x02\0\0\0ls\x85R.")
+    done = _pptrace("report", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert reason in line
+
+
+_WATCHDOG = (
+    "[rank0]:[E111 06:46:36.515025591 ProcessGroupNCCL.cpp:628] [Rank 0] Watchdog caught"
+    " collective operation timeout: WorkNCCL(SeqNum=15, OpType=COALESCED,"
+    " NumelIn=18446744073709551615, NumelOut=18446744073709551615, Timeout(ms)=600000)"
+    " ran for 600053 milliseconds before timing out.\n"
+)
+
+
+def test_a_line_of_a_log_is_explained() -> None:
+    """The whole line is the argument; an unknown one is said to be so."""
+    done = _pptrace("explain", _WATCHDOG)
+    assert done.returncode == 0, done.stderr
+    assert "size_t(-1)" in " ".join(done.stdout.split())
+    done = _pptrace("explain", "what is the matter with my job")
+    assert done.returncode == 2
+    assert "is no line that pptrace knows" in done.stderr
+
+
 # -- what it costs -----------------------------------------------------------------
 
 _UNWANTED = ("torch", "perfetto", "google", "opentelemetry")
+_ASKED_FOR = ("pptrace.flight_recorder", "pptrace.logs", "pptrace.lines")
 
 
 def test_report_imports_nothing_heavy(hung: Path) -> None:
-    """Start-up stays short: no torch, no trace writer, no telemetry."""
+    """Start-up stays short: no torch, no trace writer, no reader of what is not there."""
     code = (
         "import sys; from pptrace.cli import main; main(sys.argv[1:]);"
-        "print('LOADED', *{name.partition('.')[0] for name in sys.modules})"
+        "print('LOADED', *sys.modules, *{n.partition('.')[0] for n in sys.modules})"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "report", str(hung)],
@@ -275,7 +367,7 @@ def test_report_imports_nothing_heavy(hung: Path) -> None:
     )
     loaded = done.stdout.rpartition("LOADED")[2].split()
     assert "numpy" in loaded
-    assert not set(loaded) & set(_UNWANTED)
+    assert not set(loaded) & {*_UNWANTED, *_ASKED_FOR}
 
 
 # -- where the output goes ---------------------------------------------------------
