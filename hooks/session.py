@@ -102,7 +102,7 @@ class Session:
                 self._join_job()
                 return
             self._discard()  # the environment said another rank than the group
-        run = name or _single_node_run() or _agree_on_run(rank)
+        run = name or _single_node_run() or _agree_on_run()
         folder = self.settings.dir / run
         box = self._make_box(folder, rank, world_size, run)
         if box is None:
@@ -273,15 +273,16 @@ def _boot_time() -> int:
     return int(next(line for line in lines if line.startswith("btime")).split()[1])
 
 
-def _agree_on_run(rank: int) -> str:
-    """The run's name chosen by rank 0 and shared through the job's store."""
+def _agree_on_run() -> str:
+    """The run's name: the first rank to ask chooses, the job's store tells the others.
+
+    Nobody waits: pptrace may be on in some ranks only.
+    """
     name = _with_attempt(_stamp(time.time()) + f"-{os.getpid()}")
     try:
         store = c10d._get_default_store()
-        if rank == 0:
-            store.set("pptrace/run", name)
-            return name
-        return str(store.get("pptrace/run").decode())
+        chosen = store.compare_set(f"pptrace/run/{_starts()}", "", name)
+        return str(chosen.decode())
     except Exception as error:  # noqa: BLE001 - a store that does not answer
         logger.warning("pptrace: run name not agreed with the other ranks: %s", error)
         return name

@@ -466,3 +466,33 @@ dist.destroy_process_group()
         assert reasons["early"] == ""
         assert "after a schedule had run" in reasons["late"]
         assert "disable() was called" in reasons["off"]
+
+
+@pytest.mark.multirank
+class TestNamesAndPlaces:
+    """Which folder a run gets, however its ranks were started."""
+
+    @pytest.mark.parametrize("on", ["0 1", "1"])
+    def test_spawned_ranks_share_a_folder(self, tmp_path: Path, on: str) -> None:
+        """No torchrun, a file store; also where rank 0 runs without pptrace."""
+        out = in_child(
+            f"""
+            import torch.multiprocessing as mp
+            def main(rank):
+                if str(rank) in "{on}".split():
+                    pptrace.enable("out")
+                dist.init_process_group(
+                    "gloo", init_method="file://" + os.getcwd() + "/store",
+                    rank=rank, world_size=2)
+                x = torch.ones(3)
+                dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+                dist.destroy_process_group()
+            if __name__ == "__main__":
+                mp.spawn(main, nprocs=2)
+                print("DONE")
+            """,
+            tmp_path,
+        )
+        assert "DONE" in out
+        names = sorted(p.name for p in run_folder(tmp_path / "out").glob("*.pptrace"))
+        assert names == [blackbox.file_name(int(rank)) for rank in on.split()]
