@@ -26,7 +26,7 @@ from pptrace import schedules
 __all__ = ["main"]
 
 _BAR = 1.02
-_WIDTH, _ROWS, _DEPTH = 256, 16, 2
+_WIDTH, _ROWS, _DEPTH = 512, 64, 4
 _CASES = (
     ("Schedule1F1B", 1),
     ("ScheduleGPipe", 1),

@@ -320,7 +320,7 @@ def test_1f1b_is_the_schedule_one_expects() -> None:
     """The actions of a small case, read by eye."""
     text = " ".join(pptrace.schedules.actions_1f1b(1, 3, 3))
     assert text == (
-        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1RECV_F2 1SEND_B0 "
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1RECV_F2 1B0 1SEND_B0 "
         "1F2 1SEND_F2 1RECV_B1 1B1 1SEND_B1 1RECV_B2 1B2 1SEND_B2 1REDUCE_GRAD"
     )
 

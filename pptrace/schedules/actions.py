@@ -165,8 +165,8 @@ def order_1f1b(stage: int, num_stages: int, n: int) -> list[Action]:
     for b in range(n):
         f = warmup + b
         add("RECV_B", b, when=not last)
-        add("B", b)
         add("RECV_F", f, when=f < n and not first)
+        add("B", b)
         add("SEND_B", b, when=not first)
         if f < n:
             add("F", f)
@@ -178,7 +178,7 @@ def actions_1f1b(stage: int, num_stages: int, n: int) -> list[str]:
     """The 1F1B schedule of one stage, for any ``n`` ≥ 1 microbatches.
 
     The rule: a send is posted as soon as its tensor exists, never together with a
-    receive; after each backward the next forward's receive is posted first, then the
+    receive; the next forward's receive is posted before each backward, so before the
     gradient's send. So both sides of an edge take F before B, always.
     """
     return [str(action) for action in order_1f1b(stage, num_stages, n)]

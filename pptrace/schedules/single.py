@@ -104,18 +104,24 @@ class _Step:
         key = (kind, microbatch)
         if kind in SENDS:
             self._wait(kind, microbatch - 1)
+        if peer is None:
+            ops = make(microbatch)
+            peers = {op.group_peer for op in ops}
+            if len(peers) == 1:  # nearly always
+                self._works[key] = _compat.post(ops, desc)
+                return
+            self._works[key] = works = []
+            for rank in sorted(peers):
+                mine = [op for op in ops if op.group_peer == rank]
+                works.extend(_compat.post(mine, desc))
+            return
         by_peer = self._unposted.get(key)
         if by_peer is None:
             by_peer = self._unposted[key] = {}
             for op in make(microbatch):
                 by_peer.setdefault(op.group_peer, []).append(op)
-        if peer is None:
-            ranks = sorted(by_peer)
-        else:
-            ranks = [self._stage.stage_index_to_group_rank[peer]]
-        works = self._works.setdefault(key, [])
-        for rank in ranks:
-            works.extend(_compat.post(by_peer.pop(rank, []), desc))
+        mine = by_peer.pop(self._stage.stage_index_to_group_rank[peer], [])
+        self._works.setdefault(key, []).extend(_compat.post(mine, desc))
 
     def _forward(self, microbatch: int) -> None:
         self._wait("RECV_F", microbatch)
