@@ -23,7 +23,7 @@ unexport PPTRACE_REPORT PPTRACE_FIX
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint full chaos bench clean
+.PHONY: help demo test lint full chaos differential bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -56,6 +56,9 @@ full: $(READY)  ## 1F1B for every S, n, rule and metadata mode; writes docs/full
 
 chaos: $(READY)  ## SIGKILL one rank at a hundred random moments, check each report
 	$(PY) tests/chaos.py --runs 100
+
+differential: $(READY)  ## 2,000 random programs: the checker against emulated runs
+	$(PY) tests/differential.py --programs 2000
 
 bench: $(READY)  ## measurements with a bar to meet
 	$(PY) benchmarks/startup.py
