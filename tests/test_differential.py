@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pptrace.programs import parse
+
 SCRIPT = Path(__file__).with_name("differential.py")
 
 
@@ -28,3 +30,21 @@ def test_checker_and_emulated_runs_agree() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checker and runs agree" in done.stdout
     assert "60 programs" in done.stdout
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_a_rule_that_the_runs_do_not_keep_is_noticed() -> None:
+    """Runs that know no pair communicators: a shrunk program and both outcomes."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--programs", "60", "--without", "TRANSPORT"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = done.stdout.partition("disagreement, shrunk:\n")[2].partition("\n\n")[0]
+    program = parse(text)
+    assert sum(len(body) for body in program.ranks.values()) <= 4, text
+    assert "the checker says ended, the run blocked" in done.stdout
