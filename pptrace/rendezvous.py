@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pptrace.compact import Symbol, Tape
+from pptrace.pairs import is_mirrored
 from pptrace.plan import (
     Action,
     Batch,
@@ -41,7 +42,10 @@ def meets_in_order(plan: Plan, *, preconnected: bool = False) -> bool:
 
     Labels and payloads of what meets must agree, too: then nothing is wrong with it.
     """
-    return _Look(plan, preconnected=preconnected).run()
+    return (
+        is_mirrored(plan, preconnected=preconnected)
+        or _Look(plan, preconnected=preconnected).run()
+    )
 
 
 class _Place:
