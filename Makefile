@@ -23,11 +23,11 @@ unexport PPTRACE_REPORT PPTRACE_FIX
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint full chaos differential bench clean
+.PHONY: help demo test lint full torch-schedules chaos differential bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
-	  while IFS='|' read -r goal text; do printf '%-18s %s\n' "$$goal" "$$text"; done
+	  while IFS='|' read -r goal text; do printf '%-22s %s\n' "$$goal" "$$text"; done
 
 demo: $(READY)  ## a pipeline that hangs, what pptrace says, and the fixed one
 	$(PY) examples/demo.py
@@ -53,6 +53,9 @@ lint: $(READY)  ## ruff and mypy
 
 full: $(READY)  ## 1F1B for every S, n, rule and metadata mode; writes docs/full.md
 	$(PY) tests/full.py
+
+torch-schedules: $(READY)  ## all of torch's schedules beside the checker; writes its page in docs
+	$(PY) tests/torch_schedules.py
 
 chaos: $(READY)  ## SIGKILL one rank at a hundred random moments, check each report
 	$(PY) tests/chaos.py --runs 100
