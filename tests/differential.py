@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -66,11 +67,14 @@ class OpKey(NamedTuple):
     k: int
     transport: str
     group: str
+    where: str = ""
+    """Of an open op: whether the host is inside its ``call`` or ``wait``."""
 
     def __str__(self) -> str:
         arrow = "->" if self.direction == "SEND" else "<-"
         place = f"{self.transport} communicator of {self.group}"
-        return f"r{self.rank}{arrow}r{self.peer} #{self.k} on the {place}"
+        where = f", in its {self.where}" if self.where else ""
+        return f"r{self.rank}{arrow}r{self.peer} #{self.k} on the {place}{where}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,9 @@ def ops_of(
         for op in (*view.unmatched_sends, *view.unmatched_recvs)
     )
     still_open = frozenset(
-        key(rank, op)
+        key(rank, op)._replace(
+            where="call" if op.in_call else "wait" if op.in_wait else ""
+        )
         for rank, log in logs.items()
         for op in log.records
         if op.kind is Kind.OP and op.group is not None and op.group.name in names
@@ -281,8 +287,6 @@ class Pool:
         except EOFError:
             pass
         except BaseException:  # noqa: BLE001 - into the log
-            import traceback
-
             traceback.print_exc()
         finally:
             os._exit(1)
@@ -559,12 +563,11 @@ class Differential:
 
     def examine(self, text: str) -> None:
         """Raises AssertionError if checker and run disagree."""
-        checked = predict(parse(text))
         try:
-            real = self._pools.perform(text)
-            found = differences(checked, real)
-        except RuntimeError as error:
-            found = [str(error)]
+            checked = predict(parse(text))
+            found = differences(checked, self._pools.perform(text))
+        except Exception as error:  # noqa: BLE001 - to be shrunk like a disagreement
+            found = [_where(error)]
         if found:
             self.failed = "\n".join((text, *found))
             raise AssertionError(self.failed)
@@ -582,6 +585,13 @@ class Differential:
             f" {counts['raised']} raise, {counts['unmatched']} with unmatched ops;"
             f" {time.monotonic() - self._began:.0f} s"
         )
+
+
+def _where(error: Exception) -> str:
+    """An error of the checker or of the pool, with the place that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    return f"{type(error).__name__} in {place}: {error}"
 
 
 def run(count: int, number: int, pools: Pools) -> tuple[Differential, bool]:
