@@ -58,7 +58,11 @@ def settle(logs: Mapping[int, RankLog]) -> None:
     for (channel, direction), side in sides.items():
         if side.rank in dumps:
             _number(logs, sides, channel, direction)
+    _believe(dumps, sides)
+    for (channel, direction), side in sides.items():
+        if side.rank in dumps:
             dumps[side.rank].channels.append(_state(channel, direction, side))
+    _number_collectives(logs, dumps)
 
 
 # -- calls that go on --------------------------------------------------------------
@@ -365,6 +369,33 @@ def _is_doubtful(side: _Side, other: _Side, shift: int) -> bool:
     return unlike > 1 and unlike > _BAD_SHARE * count
 
 
+def _believe(dumps: Mapping[int, RankLog], sides: _Sides) -> None:
+    """Complete after all is what is complete on the other side.
+
+    Of a batch that holds for all of its ops or for none.
+    """
+    for rank, log in dumps.items():
+        for seqs in log.environment["flight_recorder"].get("late", ()):
+            records = [log.records[seq - 1] for seq in seqs]
+            done = [_done_elsewhere(sides, rank, record) for record in records]
+            if all(done):
+                for record, done_ns in zip(records, done, strict=True):
+                    record.done_ns = max(done_ns, record.posted_ns + 1)
+                    record.returned_ns = record.posted_ns
+                    record.wait_ns = record.waited_ns = 0
+
+
+def _done_elsewhere(sides: _Sides, rank: int, record: Record) -> int:
+    """When the partner of an op was complete; 0 if it is not, or not known."""
+    if record.kind is not Kind.OP or record.group is None:
+        return 0
+    other = sides.get((record.channel(rank), _other(record.direction)))
+    if other is None or other.first is None:
+        return 0
+    index = record.k - other.first
+    return other.ops[index].done_ns if 0 <= index < len(other.ops) else 0
+
+
 def _state(channel: Channel, direction: Direction, side: _Side) -> ChannelState:
     first = side.first or 0
     return ChannelState(
@@ -374,3 +405,53 @@ def _state(channel: Channel, direction: Direction, side: _Side) -> ChannelState:
         first + side.frontier,
         side.uncertain,
     )
+
+
+# -- collectives -------------------------------------------------------------------
+
+
+def _number_collectives(
+    logs: Mapping[int, RankLog], dumps: Mapping[int, RankLog]
+) -> None:
+    """Count collectives where torch's own number counts batches of P2P, too.
+
+    That number then differs from rank to rank. Where the beginning is lost, the last
+    complete collective is the same on all ranks, as with ops.
+    """
+    keys = {
+        group.key
+        for log in dumps.values()
+        for group in log.groups.values()
+        if group.name in log.environment["flight_recorder"].get("mixed", ())
+    }
+    for key in keys:
+        members = {
+            rank: [
+                r for r in log.records if r.kind is Kind.COLLECTIVE and _is_of(r, key)
+            ]
+            for rank, log in logs.items()
+        }
+        counts: dict[int, int] = {}
+        for rank, records in members.items():
+            lost = key[0] in _lost_groups(logs[rank])
+            if rank in dumps and not lost:
+                for k, record in enumerate(records):
+                    record.k = k
+            if records and not lost:
+                counts[rank] = records[0].k + _complete(records)
+        done = max(counts.values(), default=0)
+        longest = max((_complete(m) for m in members.values()), default=0)
+        for rank, records in members.items():
+            if key[0] in _lost_groups(logs[rank]):
+                first = max(done, longest) - _complete(records)
+                for k, record in enumerate(records, first):
+                    record.k = k
+
+
+def _is_of(record: Record, key: _GroupKey) -> bool:
+    return record.group is not None and record.group.key == key
+
+
+def _complete(records: list[Record]) -> int:
+    """Index behind the last complete one."""
+    return max((i + 1 for i, r in enumerate(records) if r.done_ns), default=0)

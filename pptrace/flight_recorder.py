@@ -46,6 +46,8 @@ _MAX_FILES = 20_000
 _COPIED_NS = 7 * 24 * 3600 * 10**9
 """A file written this long after its last entry was copied: its time says nothing."""
 _USUAL_TIMEOUT_MS = 600_000
+_LATE_NS = 5_000_000_000
+"""The watchdog retires what is complete within a second."""
 _CLOCK_NS = 500_000_000
 """What a host's wall clock may have drifted from its monotonic one since an op."""
 _RUNS = "its kernel runs"
@@ -233,6 +235,11 @@ class _Reading:
         self.strangers = 0
         self.doubtful: list[Record] = []
         """Last ops that may be single ones, or batches of one whose call goes on."""
+        self.is_retiring = any(
+            e.state == "completed" and e.is_retired for e in dump.entries
+        )
+        self.late: list[tuple[Entry, list[Record]]] = []
+        """Entries whose completion is not believed, with their records."""
 
     def log(self) -> RankLog:
         for entry in self.dump.entries:
@@ -247,6 +254,7 @@ class _Reading:
                 self._add_collective(entry, group)
         for batch in self.open.values():
             self._leave_open(batch)
+        self._find_calls()
         for seq, record in enumerate(self.records, 1):
             record.seq = seq
         _set_waits(self.records)
@@ -298,12 +306,11 @@ class _Reading:
         if dtypes and not dtype:
             dtype = dtypes[0].lower()
         numel = math.prod(shape) if shapes else 0
-        return Record(
+        record = Record(
             seq=0,
             kind=Kind.OP,
             posted_ns=max(1, entry.created_ns),
             returned_ns=max(1, entry.created_ns),
-            done_ns=_done_ns(entry),
             direction=Direction.SEND if is_send else Direction.RECV,
             transport=Transport.PAIR,
             group=group,
@@ -317,6 +324,8 @@ class _Reading:
             signature=Signature(shape, dtype, _contiguous(shape)),
             text=_place(entry),
         )
+        self._set_done(entry, [record])
+        return record
 
     def _ends_batch(self, entry: Entry) -> bool:
         """Whether a ``coalesced`` entry ends the open batch of its group."""
@@ -328,10 +337,9 @@ class _Reading:
         return entry.is_p2p or batch.first.collective_seq == entry.collective_seq
 
     def _end_batch(self, batch: _Batch, end: Entry) -> None:
-        done_ns = _done_ns(end)
         self._make_batch(batch)
+        self._set_done(end, batch.records)
         for record in batch.records:
-            record.done_ns = done_ns
             if end.state == "started":
                 record.text = _began(record.text)
 
@@ -381,7 +389,38 @@ class _Reading:
             self.records.append(record)
         elif entry.name != _COALESCED:
             record.text = entry.name
-        record.done_ns = _done_ns(entry)
+        self._set_done(entry, [record])
+
+    # -- completion ----------------------------------------------------------------
+
+    def _set_done(self, entry: Entry, records: list[Record]) -> None:
+        """Say when ops were seen complete, where that is to be believed.
+
+        torch makes the entry before NCCL is called and asks an event that is recorded
+        after it: while the host is inside the call, the event counts as complete. The
+        same after an abort. Such an entry was never retired by the watchdog, and was
+        "complete" long after it began.
+        """
+        done_ns = _done_ns(entry)
+        took_ns = entry.completed_ns - entry.created_ns if entry.created_ns else 0
+        limit_ns = entry.timeout_ms * 1_000_000
+        is_aborted = 0 < limit_ns <= took_ns
+        is_late = self.is_retiring and not entry.is_retired and took_ns > _LATE_NS
+        if done_ns and (is_aborted or is_late):
+            done_ns = 0
+            self.late.append((entry, records))
+        for record in records:
+            record.done_ns = done_ns
+
+    def _find_calls(self) -> None:
+        """What is not complete, not enqueued and the last of its thread is in the call."""
+        last = {e.thread: e.record_id for e in self.dump.entries}
+        for entry, records in self.late:
+            seq = entry.p2p_seq if entry.is_p2p else entry.collective_seq
+            is_enqueued = self.dump.enqueued.get(entry.pg_id) == seq
+            if entry.record_id == last[entry.thread] and not is_enqueued:
+                for record in records:
+                    record.returned_ns = 0
 
     # -- the log -------------------------------------------------------------------
 
@@ -406,8 +445,10 @@ class _Reading:
                 "flight_recorder": {
                     "version": dump.version,
                     "lost": sorted({g.name for g in known} - whole),
+                    "mixed": sorted(_mixed_groups(dump)),
                     "strangers": self.strangers,
                     "doubtful": [r.seq for r in self.doubtful if not r.done_ns],
+                    "late": [[r.seq for r in records] for _, records in self.late],
                 },
                 "environment": {
                     "Flight Recorder": dump.version,
@@ -496,6 +537,18 @@ def _whole_groups(dump: Dump) -> set[str]:
             if entry.op_id == 1:  # counts the ops of its group, from one
                 whole.add(entry.group)
     return whole
+
+
+def _mixed_groups(dump: Dump) -> set[str]:
+    """Groups whose number of collectives counts batches of P2P, too (older torch)."""
+    mixed: set[str] = set()
+    seen: dict[str, int] = {}
+    for entry in dump.entries:
+        before = seen.get(entry.group, 0 if entry.record_id == 0 else None)
+        if entry.is_p2p and before is not None and entry.collective_seq > before:
+            mixed.add(entry.group)
+        seen[entry.group] = entry.collective_seq
+    return mixed
 
 
 def _channels(log: RankLog, whole: set[str]) -> Iterator[ChannelState]:

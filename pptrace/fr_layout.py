@@ -14,7 +14,7 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Entry:
     """One entry of the ring. Times are wall-clock nanoseconds, 0 if not known."""
 
     record_id: int
+    pg_id: int
     group: str
     desc: str
     collective_seq: int
@@ -88,6 +89,8 @@ class Dump:
     """When the file was written last."""
     skipped: int = 0
     """Entries that could not be used."""
+    enqueued: Mapping[int, int] = field(default_factory=dict)
+    """Number of the last work whose call returned, by ``pg_id``."""
 
 
 # -- files -------------------------------------------------------------------------
@@ -209,6 +212,7 @@ def _to_dump(path: Path, value: dict[Any, Any], data_bytes: int, info: Any) -> D
         entries=tuple(sorted(entries, key=lambda e: e.record_id)),
         changed_ns=info.st_mtime_ns,
         skipped=len(value["entries"]) - len(entries),
+        enqueued=dict(_enqueued(value.get("pg_status"))),
     )
 
 
@@ -222,6 +226,20 @@ def _groups(
             ranks = checker.ranks(group.get("ranks"))
             if ranks:
                 yield checker.text(name), (checker.text(group.get("desc")), ranks)
+
+
+def _enqueued(status: Any) -> Iterator[tuple[int, int]]:
+    if not isinstance(status, dict):
+        return
+    for key, value in status.items():
+        last = (
+            value.get("last_enqueued_collective") if isinstance(value, dict) else None
+        )
+        if re.fullmatch(r"\d{1,18}", str(key)) and (
+            type(last) is int
+            or (isinstance(last, str) and re.fullmatch(r"-?\d{1,18}", last))
+        ):
+            yield int(key), int(last)
 
 
 class _Checker:
@@ -246,6 +264,7 @@ class _Checker:
             return None
         return Entry(
             record_id=_number(raw.get("record_id")),
+            pg_id=_number(raw.get("pg_id")),
             group=self.text(group[0]),
             desc=self.text(group[1]),
             collective_seq=_number(raw.get("collective_seq_id")),

@@ -46,10 +46,13 @@ class Ring:
     start_ns: int = START_NS
     step_ns: int = SECOND // 1000
     backend: str = "nccl"
+    is_mixed: bool = False
+    """Whether a batch counts up the number of collectives, too, as in older torch."""
     timeout_ms: int = 600_000
     entries: list[dict[str, Any]] = field(default_factory=list)
     count: int = 0
     _seqs: dict[str, dict[str, int]] = field(default_factory=dict)
+    _enqueued: dict[str, int] = field(default_factory=dict)
 
     def send(self, peer: int, **kw: Any) -> None:
         """A single isend to a global rank."""
@@ -70,6 +73,7 @@ class Ring:
         payloads = kw.pop("payloads", [{}] * len(ops))
         group = kw.pop("group", "0")
         seqs = self._next(group, p2p=True)
+        seqs["collective"] += self.is_mixed
         created = kw.pop("at_ns", None) or self._now()
         for op, payload in zip(ops, payloads, strict=True):
             seqs["op"] += 1
@@ -99,12 +103,12 @@ class Ring:
         minor = int(version.split(".")[1])
         library = "comm_lib_version" if minor >= 10 else "nccl_version"
         status = {
-            name: {
-                "last_enqueued_collective": s["collective"],
+            str(zlib.crc32(name.encode()) % 1000): {
+                "last_enqueued_collective": self._enqueued.get(name, -1),
                 "last_started_collective": -1,
-                "last_completed_collective": s["collective"],
+                "last_completed_collective": self._enqueued.get(name, -1),
             }
-            for name, s in self._seqs.items()
+            for name in self._seqs
         }
         if is_json:
             status = {n: {k: str(v) for k, v in s.items()} for n, s in status.items()}
@@ -188,9 +192,13 @@ class Ring:
         dtype: str = "Float",
         started: bool = False,
         done_ns: int = 0,
+        is_retired: bool = True,
+        is_enqueued: bool = True,
         frames: Sequence[tuple[str, str, int]] = (),
     ) -> None:
         seqs = self._seqs[group]
+        if is_enqueued:
+            self._enqueued[group] = seqs["p2p" if is_p2p else "collective"]
         sizes = [] if shape is None else [list(shape)]
         dtypes = [] if shape is None else [dtype]
         state = "completed" if done else "started" if started else "scheduled"
@@ -198,7 +206,7 @@ class Ring:
         self.entries.append(
             {
                 "record_id": self.count,
-                "pg_id": int(zlib.crc32(group.encode()) % 1000),
+                "pg_id": zlib.crc32(group.encode()) % 1000,
                 "process_group": (group, self._desc(group)),
                 "collective_seq_id": seqs["collective"],
                 "p2p_seq_id": seqs["p2p"],
@@ -214,7 +222,7 @@ class Ring:
                 "time_discovered_completed_ns": (
                     (done_ns or created_ns + self.step_ns) if done else None
                 ),
-                "retired": done and not is_part,
+                "retired": done and is_retired and not is_part,
                 "timeout_ms": self.timeout_ms,
                 "is_p2p": is_p2p,
                 "frames": [

@@ -170,6 +170,7 @@ def test_what_torch_itself_dumps_can_be_read(tmp_path: Path) -> None:
         "text = j()\n"
         "text = text if isinstance(text, bytes) else text.encode()\n"
         "(out / 'b_rank_0.json').write_bytes(text)\n"
+        "import os; os._exit(0)\n"  # gloo's threads may abort an ordinary exit
     )
     environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
     subprocess.run(
@@ -469,6 +470,23 @@ def test_j2_times_decide_where_they_can(tmp_path: Path) -> None:
     assert report.verdict.culprits == (1,)
 
 
+def test_a_group_that_began_within_the_ring_is_known_whole(tmp_path: Path) -> None:
+    """Others have pushed older entries out; of this group nothing is lost."""
+    rings = [Ring(r, {"0": range(2), "pp": range(2)}, capacity=30) for r in range(2)]
+    for ring in rings:
+        for _ in range(40):
+            ring.collective("all_reduce")
+    rings[0].batch("send 1", group="pp")
+    rings[1].batch("recv 0", group="pp")
+    rings[0].batch("send 1", "recv 1", group="pp", done=False)
+    _write(rings, tmp_path)
+    logs = flight_recorder.read_folder(tmp_path)
+    assert not any(state.uncertain for log in logs.values() for state in log.channels)
+    verdict = _report(tmp_path).verdict
+    assert verdict is not None
+    assert verdict.culprits == (1,)
+
+
 def test_rings_that_begin_elsewhere_are_not_compared_by_record(tmp_path: Path) -> None:
     """Record ids differ from rank to rank; sizes show when a shift would be wrong."""
     rings = _wrapped(13)
@@ -497,6 +515,21 @@ def test_ops_that_met_although_issued_differently_mean_an_eager_group(
     assert (verdict.code, verdict.culprits) == ("PPT011", (0,))
 
 
+def test_an_older_dump_does_not_make_a_group_eager(tmp_path: Path) -> None:
+    """What the later dump shows complete was simply not posted in the earlier one."""
+    rings = _rings(2)
+    for number in range(5):
+        rings[0].batch("send 1")
+        rings[1].batch("recv 0")
+        rings[1].recv(0)
+        if number < 4:
+            rings[0].send(1)
+    rings[1].batch("recv 0")
+    _write(rings, tmp_path)
+    logs = flight_recorder.read_folder(tmp_path)
+    assert not any(g.eager for log in logs.values() for g in log.groups.values())
+
+
 def test_a_receive_of_another_size_is_found(tmp_path: Path) -> None:
     """Nothing hangs, and torch's analyser is content: float32 into bfloat16."""
     rings = _rings(2)
@@ -506,6 +539,90 @@ def test_a_receive_of_another_size_is_found(tmp_path: Path) -> None:
     verdict = _report(tmp_path).verdict
     assert verdict is not None
     assert verdict.code == "PPT041"
+
+
+def _start(world: int) -> list[Ring]:
+    """Ranks whose watchdogs have retired an all_reduce of another group."""
+    rings = [Ring(r, {"0": range(world), "pp": range(world)}) for r in range(world)]
+    for ring in rings:
+        ring.collective("all_reduce")
+    return rings
+
+
+@pytest.mark.parametrize("layout", ["pickle", "json"])
+def test_a_call_that_goes_on_looks_complete_and_is_not(
+    tmp_path: Path, layout: str
+) -> None:
+    """While the host is in the call, torch's event of it counts as complete.
+
+    1F1B under the old rule, n = 1: both batches are inside their first use of an edge.
+    """
+    rings = _start(2)
+    lie = {"group": "pp", "done_ns": START_NS + 600 * SECOND, "is_retired": False}
+    rings[0].batch("send 1", "recv 1", is_enqueued=False, **lie)
+    rings[1].batch("recv 0", is_enqueued=False, **lie)
+    _write(rings, tmp_path, layout=layout, at_ns=START_NS + 601 * SECOND)
+    verdict = _report(tmp_path).verdict
+    assert verdict is not None
+    assert (verdict.code, verdict.culprits) == ("PPT002", (0,))
+
+
+def test_what_an_abort_completed_is_not_complete(tmp_path: Path) -> None:
+    """Seen complete after its time-out: that is the watchdog's doing."""
+    rings = _j1()
+    late = START_NS + 601 * SECOND
+    for ring in rings[1:]:
+        ring.entries[-1] |= {"state": "completed", "time_discovered_completed_ns": late}
+    _write(rings, tmp_path, at_ns=late + SECOND)
+    verdict = _report(tmp_path).verdict
+    assert verdict is not None
+    assert (verdict.code, verdict.culprits) == ("PPT011", (0,))
+
+
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_what_both_sides_saw_complete_is_complete(
+    tmp_path: Path, is_batched: bool
+) -> None:
+    """An op that waited for long and ended just before its dump: nothing is wrong."""
+    rings = _start(2)
+    late = {"done_ns": START_NS + 9 * SECOND, "is_retired": False}
+    for ring, verb, peer in ((rings[0], "send", 1), (rings[1], "recv", 0)):
+        kind = late if ring.rank else {"done_ns": START_NS + 9 * SECOND}
+        if is_batched:
+            ring.batch(f"{verb} {peer}", **kind)
+        else:
+            getattr(ring, verb)(peer, **kind)
+        ring.entries[-1] |= {"time_created_ns": START_NS}
+    _write(rings, tmp_path, at_ns=START_NS + 20 * SECOND)
+    assert _report(tmp_path).findings == ()
+
+
+@pytest.mark.parametrize("capacity", [20, 2000])
+@pytest.mark.parametrize("missing", [None, 1, 2])
+def test_numbers_of_collectives_that_count_batches_are_not_compared(
+    tmp_path: Path, capacity: int, missing: int | None
+) -> None:
+    """In older torch a batch counts up the number of collectives as well.
+
+    The middle rank has more batches than the others, so its numbers run ahead.
+    """
+    rings = _rings(3, is_mixed=True, capacity=capacity)
+    for number in range(15):
+        for one, two in itertools.pairwise(rings):
+            one.batch(f"send {two.rank}")
+            two.batch(f"recv {one.rank}")
+        for ring in rings:
+            if missing is None or number < 14:
+                ring.collective("all_reduce")
+            elif ring.rank != missing:
+                ring.collective("all_reduce", done=False)
+    _write(rings, tmp_path)
+    verdict = _report(tmp_path).verdict
+    if missing is None:
+        assert verdict is None
+    else:
+        assert verdict is not None
+        assert (verdict.code, verdict.culprits) == ("PPT031", (missing,))
 
 
 def test_a_copied_dump_is_not_of_today(tmp_path: Path) -> None:

@@ -372,9 +372,8 @@ def test_whom_the_launcher_kills_is_no_culprit(tmp_path: Path) -> None:
         " SIGTERM\n" + _prefixed("[rank0]: ", _TRACEBACK)
         + _SUMMARY.format(code=-9, traceback=trace)
     )  # fmt: skip
-    verdict = _report(_read(tmp_path, {"job.log": text})).verdict
-    assert verdict is not None
-    assert (verdict.code, verdict.culprits) == ("PPT050", (0,))
+    report = _report(_read(tmp_path, {"job.log": text}))
+    assert [(f.code, f.culprits) for f in report.findings] == [("PPT050", (0,))]
 
 
 def test_an_abort_by_the_watchdog_is_a_victim(tmp_path: Path) -> None:
@@ -586,11 +585,24 @@ def test_an_exception_outside_of_every_hook_comes_from_the_log(tmp_path: Path) -
     assert "shape mismatch in stage 1" in verdict.sentence
 
 
-def test_an_echo_in_a_log_changes_nothing(tmp_path: Path) -> None:
-    """That r0 lost its connection does not make it the culprit."""
+_ECHOES = (
+    _ECHO.splitlines()[-1],
+    (
+        "torch.distributed.DistBackendError: NCCL error in: x.cpp:1970, remote process exited"
+        " or there was a network error, ncclRemoteError: A call failed"
+    ),
+    "RuntimeError: [x.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+    "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients",
+)
+
+
+@pytest.mark.parametrize("last", _ECHOES)
+def test_an_echo_in_a_log_changes_nothing(tmp_path: Path, last: str) -> None:
+    """That r0 lost its connection, or waited too long, does not make it the culprit."""
     boxes = _boxes(tmp_path)
     before = diagnose(boxes).verdict
-    evidence = _read(tmp_path / "logs", {"rank0.log": _ECHO})
+    trace = "\n".join([*_ECHO.splitlines()[:-1], last])
+    evidence = _read(tmp_path / "logs", {"rank0.log": trace})
     verdict = _report(evidence, boxes).verdict
     assert before is not None
     assert verdict is not None
