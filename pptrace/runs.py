@@ -86,7 +86,7 @@ def load_run(
         if root.exists() and "no black box" not in error.reason and root not in found:
             problems.append(error.reason)
     else:
-        found = [*(_dumps_beside(folder) if folder == root else ()), *dumps]
+        found = [*(_dumps_beside(folder) if root.is_dir() else ()), *dumps]
     if found:
         problems += _add_dumps(logs, found)
     if not logs:

@@ -659,6 +659,24 @@ def test_dumps_stand_in_for_missing_black_boxes(tmp_path: Path) -> None:
     assert (mixed.code, mixed.culprits) == (whole.code, whole.culprits)
 
 
+@pytest.mark.parametrize("is_newest", [False, True])
+def test_dumps_beside_black_boxes_are_found(tmp_path: Path, is_newest: bool) -> None:
+    """In the run's folder, given itself or as the newest of the output directory."""
+    _, dumps = _run(tmp_path)
+    boxes = tmp_path / "boxes"
+    for path in dumps.iterdir():
+        path.rename(boxes / path.name)
+    (boxes / "rank00001.pptrace").unlink()
+    (boxes / "job.pftrace.gz").write_bytes(gzip.compress(b"trace"))
+    run = runs.load_run(tmp_path if is_newest else boxes)
+    assert sorted(run.logs) == [0, 1, 2, 3]
+    assert [
+        r for r, log in run.logs.items() if "flight_recorder" in log.environment
+    ] == [1]
+    alone = runs.load_run(boxes / "rank00000.pptrace")
+    assert sorted(alone.logs) == [0]
+
+
 def test_the_device_knows_better_what_is_complete(tmp_path: Path) -> None:
     """An op that the host never came to ask about is complete if its dump says so."""
     logs, dumps = _run(tmp_path)
