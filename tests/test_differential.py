@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("differential.py")
 def test_checker_and_emulated_runs_agree() -> None:
     """Random programs, fixed seed: the same hosts hang, the same ops are unmatched."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--programs", "60", "--seed", "11"],
+        [sys.executable, str(SCRIPT), "--programs", "40", "--seed", "11"],
         capture_output=True,
         text=True,
         timeout=110,
@@ -29,7 +29,7 @@ def test_checker_and_emulated_runs_agree() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checker and runs agree" in done.stdout
-    assert "60 programs" in done.stdout
+    assert "40 programs" in done.stdout
 
 
 @pytest.mark.multirank
@@ -37,7 +37,7 @@ def test_checker_and_emulated_runs_agree() -> None:
 def test_a_rule_that_the_runs_do_not_keep_is_noticed() -> None:
     """Runs that know no pair communicators: a shrunk program and both outcomes."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--programs", "60", "--without", "TRANSPORT"],
+        [sys.executable, str(SCRIPT), "--programs", "30", "--without", "TRANSPORT"],
         capture_output=True,
         text=True,
         timeout=110,
