@@ -158,7 +158,7 @@ def sample_cells() -> list[Cell]:
         *lazy,
         Cell("ScheduleZBVZeroBubble", 5, "split", False, "dynamic"),
         *eager,
-        Cell(UNGUARDED, 2, "coalesced", True, "dynamic"),
+        Cell(UNGUARDED, 2, "coalesced", True, "static"),
         Cell("ScheduleDualPipeV", 8, "coalesced", True, "static"),
     ]
 
