@@ -65,6 +65,7 @@ differential: $(READY)  ## 2,000 random programs: the checker against emulated r
 
 bench: $(READY)  ## measurements with a bar to meet
 	$(PY) benchmarks/startup.py
+	$(PY) benchmarks/checker.py
 
 clean:  ## remove what was built and cached; .venv and pptrace-out stay
 	rm -rf build dist pptrace.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,8 +13,10 @@ import datetime as dt
 import functools
 import gc
 import importlib
+import importlib.util
 import itertools
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -231,7 +233,7 @@ def _check(
         try:
             plan = recording.record(cls, setup)
         except recording.Refused as refusal:
-            return _refused(cls.__name__, setup.num_ranks, str(refusal))
+            return _refused(cls, setup, str(refusal))
         return check_plan(plan, host=conditions.host, preconnect=conditions.preconnect)
 
 
@@ -242,7 +244,7 @@ def check_plan(
     chosen = _choice("host", Host, host)
     with _no_collection():
         if meets_in_order(plan, preconnected=preconnect):
-            return CheckResult(_report(plan.ranks, ()), plan)
+            return CheckResult(_report(plan.ranks), plan)
         run = dry_run(plan, host=chosen, preconnected=preconnect)
         return CheckResult(_diagnose(run), plan, run)
 
@@ -280,7 +282,7 @@ def _timeless(report: Report) -> Report:
             dataclasses.replace(view, since_s=None, last_record_s=None, host="", pid=0)
             for view in report.ranks
         ),
-        pending=tuple(dataclasses.replace(op, age_s=0.0) for op in report.pending),
+        pending=tuple(dataclasses.replace(op, age_s=None) for op in report.pending),
         chain=strip(report.chain),
     )
 
@@ -301,26 +303,45 @@ def _unexplained(run: DryRun) -> Finding:
     )
 
 
-def _refused(name: str, num_ranks: int, reason: str) -> CheckResult:
+def _refused(cls: type, setup: Any, reason: str) -> CheckResult:
     verdict = verdicts.VERDICTS[verdicts.REFUSED]
+    instead = _accepting(cls, setup)
+    remedy = (f"use {instead}: it takes these numbers",) if instead else ()
     finding = Finding(
         code=verdict.code,
         name=verdict.name,
         severity="error",
-        sentence=f"torch refuses to construct {name}: {reason}",
-        remedy=verdict.remedy,
+        sentence=f"torch refuses to construct {cls.__name__}: {reason}",
+        remedy=(*remedy, *verdict.remedy),
     )
-    return CheckResult(_report(range(num_ranks), (finding,)))
+    # No process would get as far as to have a state.
+    report = Report("", _now(), setup.num_ranks, findings=(finding,), ranks=())
+    return CheckResult(report)
 
 
-def _report(ranks: Iterable[int], findings: tuple[Finding, ...]) -> Report:
-    state, doing = ("exited", "ends") if not findings else ("unknown", "never starts")
-    views = tuple(RankView(rank, state, doing, None) for rank in ranks)
+def _accepting(cls: type, setup: Any) -> str | None:
+    """The fixed schedule of the same name, if it takes what torch's refuses."""
+    from pptrace import schedules
+    from pptrace.schedules import recording
+
+    fixed = getattr(schedules, cls.__name__, None)
+    if not cls.__module__.startswith("torch.") or not isinstance(fixed, type):
+        return None
+    try:
+        if not check_plan(recording.record(fixed, setup)).ok:
+            return None
+    except (recording.Refused, InputError):
+        return None
+    return f"pptrace.schedules.{cls.__name__}"
+
+
+def _report(ranks: Iterable[int]) -> Report:
+    views = tuple(RankView(rank, "exited", "ends", None) for rank in ranks)
     return Report(
         run="",
         created=_now(),
         world_size=len(views),
-        findings=findings,
+        findings=(),
         ranks=views,
     )
 
@@ -342,18 +363,20 @@ def _computed(run: DryRun) -> Mapping[int, int]:
 
 
 def find_schedule(name: str) -> type:
-    """A schedule class by torch's name for it, or as ``module:Class``.
+    """A schedule class by torch's name, as ``module:Class`` or ``file.py:Class``.
+
+    Modules of the current folder are found, as with ``python -m``.
 
     Raises:
         InputError: there is none.
     """
-    module, colon, attribute = name.partition(":")
+    module, colon, attribute = name.rpartition(":")
     if not colon:
         from pptrace.schedules import recording
 
         return recording.torch_schedule(name)
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = _module(module)
     except Exception as error:
         raise InputError(
             _failing_line(error, module), f"cannot be imported: {_one_line(error)}"
@@ -365,6 +388,36 @@ def find_schedule(name: str) -> type:
     if not isinstance(found, type):
         raise InputError(name, "is not a class")
     return found
+
+
+def _module(name: str) -> Any:
+    """The module of a name, or of a file; the current folder is looked at last."""
+    if name.endswith(".py"):
+        path = Path(name).resolve()
+        # Its classes' home is looked up by name, which must not be another module's.
+        alias = path.stem if path.stem not in sys.modules else f"{path.stem}@{path}"
+        spec: Any = importlib.util.spec_from_file_location(alias, path)
+        module = sys.modules[alias] = importlib.util.module_from_spec(spec)
+        try:
+            with _importable(path.parent):
+                spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[alias]
+            raise
+        return module
+    with _importable(Path.cwd()):
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let modules of a folder be imported meanwhile, after all others."""
+    sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def _failing_line(error: Exception, module: str) -> str:

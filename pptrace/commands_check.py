@@ -30,7 +30,7 @@ class Check:
 
     Examples:
       pptrace check --schedule 1F1B --pp 4 --microbatches 2
-      pptrace check --schedule my_module:MySchedule --pp 8 --microbatches 16 --eager
+      pptrace check --schedule my_module.py:MySchedule --pp 8 --microbatches 16 --eager
       pptrace check --schedule Interleaved1F1B --pp 2,4,8 --microbatches 1-16 --sweep
       pptrace check --csv schedule.csv
       pptrace check hang.pp
@@ -43,7 +43,9 @@ class Check:
             "file", nargs="?", type=Path, metavar="FILE", help="a program"
         )
         what.add_argument(
-            "--schedule", metavar="NAME", help="torch's name for it, or module:Class"
+            "--schedule",
+            metavar="NAME",
+            help="torch's name for it, or module:Class or path/to/file.py:Class",
         )
         what.add_argument(
             "--csv", type=Path, metavar="FILE", help="a schedule as torch writes it"

@@ -60,7 +60,8 @@ class Tape:
     were posted by ``_batch_p2p``; a list where all works of such a list were waited on;
     a number for an action; anything else is an instruction as it stands.
     ``edges`` are the rank's edges by the code of a symbol, ``stages`` its stages by
-    slot; ``splits``: one-sided batches are issued one by one.
+    slot; ``splits``: one-sided batches are issued one by one. Microbatches of symbols
+    are below ``n_microbatches``.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Tape:
         stages: Sequence[int],
         *,
         splits: bool,
+        n_microbatches: int,
     ) -> None:
+        self.n_microbatches = n_microbatches
         self.items = items
         self.edges = edges
         self.stages = stages

@@ -13,7 +13,7 @@ Anything else (a ring, several groups, larger batches) is left to `pptrace.rende
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pptrace.compact import Symbol, Tape
@@ -23,8 +23,8 @@ from pptrace.records import Direction, Group, Pass
 __all__ = ["is_mirrored"]
 
 _QUIET = frozenset({int, list, Wait, Action, Sync, Step, Leave})
-_MICROBATCHES = 1 << 24
-_MESSAGES = 1 << 48
+_UP, _DOWN = 1, 1 << 40
+"""Messages to the higher rank are numbered in the low bits, to the lower in the rest."""
 
 
 def is_mirrored(plan: Plan, *, preconnected: bool = False) -> bool:
@@ -40,9 +40,9 @@ def is_mirrored(plan: Plan, *, preconnected: bool = False) -> bool:
     }
     if not _is_forest(pairs, tapes):
         return False
-    numbers: dict[tuple[object, ...], int] = {}
+    keys = _Keys(tapes.values())
     sides = {
-        rank: _Side(rank, tape, numbers, preconnected=preconnected)
+        rank: _Side(rank, tape, keys, preconnected=preconnected)
         for rank, tape in tapes.items()
     }
     if not all(side.read() for side in sides.values()):
@@ -74,16 +74,37 @@ def _is_forest(pairs: Iterable[tuple[int, int]], ranks: Iterable[int]) -> bool:
     return True
 
 
+class _Keys:
+    """Numbers for messages: the same on both sides, different for different ones."""
+
+    def __init__(self, tapes: Iterable[Tape]) -> None:
+        self._n = max((tape.n_microbatches for tape in tapes), default=0)
+        self._numbers: dict[tuple[int, int], dict[tuple[object, ...], int]] = {}
+        self._rows: dict[tuple[int, int], Sequence[int]] = {}
+
+    def of(self, rank: int, edge: Edge) -> Sequence[int]:
+        """The numbers of an edge's messages, by microbatch."""
+        is_send = edge.direction is Direction.SEND
+        step = 1 if edge.pass_ is Pass.F else -1
+        source = edge.stage if is_send else edge.stage - step
+        unit = _UP if is_send is (rank < edge.peer) else _DOWN
+        message = (unit, id(edge.group), edge.pass_, source, edge.index, edge.signature)
+        pair = (min(rank, edge.peer), max(rank, edge.peer))
+        numbers = self._numbers.setdefault(pair, {})
+        number = numbers.setdefault(message, len(numbers))
+        # Most pairs number theirs alike, and share these.
+        key = (number, unit)
+        if key not in self._rows:
+            first = number * self._n + 1
+            self._rows[key] = [*range(first * unit, (first + self._n) * unit, unit)]
+        return self._rows[key]
+
+
 class _Side:
     """What one rank does with each of its peers: a list per peer, the same for both."""
 
     def __init__(
-        self,
-        rank: int,
-        tape: Tape,
-        numbers: dict[tuple[object, ...], int],
-        *,
-        preconnected: bool,
+        self, rank: int, tape: Tape, keys: _Keys, *, preconnected: bool
     ) -> None:
         self._rank = rank
         self._tape = tape
@@ -93,30 +114,27 @@ class _Side:
         self.before: dict[int, int] = {}
         """By peer: how many calls come before that."""
         self._preconnected = preconnected
-        self._numbers = [self._number(edge, numbers) for edge in tape.edges]
+        self._keys = [edge and keys.of(rank, edge) for edge in tape.edges]
+        self._mates = [self._mates_of(code) for code in range(len(tape.edges))]
         for edge in tape.edges:
             if edge is not None:
                 self.calls.setdefault(edge.peer, [])
 
-    def _number(
-        self, edge: Edge | None, numbers: dict[tuple[object, ...], int]
-    ) -> int:
-        """The number of the messages of an edge, from 1; the same on both sides."""
-        if edge is None:
-            return 0
-        is_send = edge.direction is Direction.SEND
-        step = 1 if edge.pass_ is Pass.F else -1
-        source = edge.stage if is_send else edge.stage - step
-        ends = (self._rank, edge.peer) if is_send else (edge.peer, self._rank)
-        key = (ends, id(edge.group), edge.pass_, source, edge.index, edge.signature)
-        return numbers.setdefault(key, len(numbers) + 1) * _MICROBATCHES
+    def _mates_of(self, code: int) -> tuple[int, ...]:
+        """What may share a batch of two: the other direction, with the same peer."""
+        edges = self._tape.edges
+        edge = edges[code]
+        return tuple(
+            other
+            for other, its in enumerate(edges)
+            if edge and its and (code ^ other) & 1 and its.peer == edge.peer
+        )
 
     def read(self) -> bool:
         """Fill the lists; False where something does not fit this look."""
-        tape, numbers = self._tape, self._numbers
+        tape, keys, mates = self._tape, self._keys, self._mates
         edges = tape.edges
-        peers = [edge.peer if edge else -1 for edge in edges]
-        put = [self.calls[p].append if p >= 0 else None for p in peers]
+        put = [self.calls[edge.peer].append if edge else None for edge in edges]
         # What may be the first batch: any call if nothing is issued one by one.
         is_batch, is_up = not tape.splits, self._is_up()
         for item in tape.items:
@@ -127,27 +145,23 @@ class _Side:
             symbols = item[0]
             first = symbols[0]
             code = first.code
-            number = numbers[code]
-            if not number:
+            row = keys[code]
+            if row is None:
                 return False
-            message = number + first.microbatch
+            key = row[first.microbatch]
             size = len(symbols)
             if size == 2:
                 second = symbols[1]
-                other = second.code
-                if not (code ^ other) & 1 or peers[code] != peers[other]:
+                if second.code not in mates[code]:
                     return False
-                mate = numbers[other] + second.microbatch
-                if mate < message:
-                    message, mate = mate, message
-                message = message * _MESSAGES + mate
+                key += keys[second.code][second.microbatch]
             elif size != 1:
                 return False
             if not is_up and (is_batch or size == 2):
-                if not self._come(edges[code].group):  # type: ignore[union-attr]
+                if not self._come(edges[code].group):
                     return False
                 is_up = True
-            put[code](message)  # type: ignore[misc]
+            put[code](key)
         return True
 
     def _is_up(self) -> bool:

@@ -36,7 +36,8 @@ class OpView:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    age_s: float
+    age_s: float | None
+    """None: there is no clock, as in a check."""
     reason: str
     transport: str
     """``group`` or ``pair``."""

@@ -6,6 +6,7 @@ import argparse
 import gc
 import itertools
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -444,6 +445,39 @@ def test_the_command_gives_json(capsys: pytest.CaptureFixture[str]) -> None:
     value = json.loads(capsys.readouterr().out)
     assert value["findings"][0]["code"] == "PPT026"
     assert (value["ok"], value["bubble_share"]) == (False, None)
+
+
+def test_a_class_is_found_in_a_file_and_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As module:Class where the user stands, or as path/to/file.py:Class."""
+    text = "from torch.distributed.pipelining.schedules import ScheduleGPipe as Mine\n"
+    (tmp_path / "their_own_schedule.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for module in ("their_own_schedule", tmp_path / "their_own_schedule.py"):
+        assert (
+            _command("--schedule", f"{module}:Mine", "--pp=2", "--microbatches=2") == 0
+        )
+    sys.modules.pop("their_own_schedule", None)
+    assert "ok: every op meets its partner" in capsys.readouterr().out
+
+
+def test_a_refusal_names_the_schedule_that_accepts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And says nothing of ranks, which do not exist."""
+    assert _command("--schedule", "1F1B", "--pp=4", "--microbatches=2") == 1
+    said = capsys.readouterr().out
+    assert "use pptrace.schedules.Schedule1F1B" in said
+    assert "never starts" not in said
+    assert "cannot be seen" not in said
+
+
+def test_a_hang_that_is_foreseen_has_no_ages() -> None:
+    """No clock runs in a check."""
+    result = check(Unguarded, num_stages=4, n_microbatches=2)
+    assert result.report.pending
+    assert {op.age_s for op in result.report.pending} == {None}
 
 
 @pytest.mark.parametrize(

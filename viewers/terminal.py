@@ -330,7 +330,7 @@ def _op_cells(op: OpView) -> tuple[str, ...]:
     return (
         printable(f"{op.direction} {op.label}", 60),
         f"r{op.rank}{arrow}{peer}",
-        _duration(op.age_s),
+        "" if op.age_s is None else _duration(op.age_s),
         f"stage {'?' if op.stage is None else op.stage}",
         f"microbatch {'?' if op.microbatch is None else op.microbatch}",
         printable(payload, 60) + (f" tensor {op.tensor_index}" * (op.tensor_index > 0)),

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -36,7 +38,15 @@ from pptrace.plan import Batch, Collective, Edge, Op, Wait
 from pptrace.records import Direction, Group, Pass
 from pptrace.semantics import Rule
 
-__all__ = ["OwnStage", "Recorder", "StubGroup", "StubStage", "Symbols", "recording"]
+__all__ = [
+    "Direct",
+    "OwnStage",
+    "Recorder",
+    "StubGroup",
+    "StubStage",
+    "Symbols",
+    "recording",
+]
 
 _STAGE: Any = torch_stage.PipelineStage
 
@@ -138,14 +148,16 @@ class Symbols:
     """
 
     def __init__(self, n_microbatches: int) -> None:
-        self._n = n_microbatches
+        self.n_microbatches = n_microbatches
         self._lists: dict[int, list[list[Any]]] = {}
         self.nothing: list[list[Any]] = [[] for _ in range(n_microbatches)]
 
     def of(self, slot: int, kind: int) -> list[list[Any]]:
         code = symbol_code(slot, kind)
         if code not in self._lists:
-            self._lists[code] = [[_StubSymbol(code, mb)] for mb in range(self._n)]
+            self._lists[code] = [
+                [_StubSymbol(code, mb)] for mb in range(self.n_microbatches)
+            ]
         return self._lists[code]
 
 
@@ -209,7 +221,13 @@ class Recorder:
 
     def tape(self, stages: list[int]) -> Tape:
         """What was recorded."""
-        return Tape(self.items, self.edges, stages, splits=self.splits)
+        return Tape(
+            self.items,
+            self.edges,
+            stages,
+            splits=self.splits,
+            n_microbatches=self.symbols.n_microbatches,
+        )
 
     def batch_p2p(self, p2p_ops: list[Any], desc: str | None) -> Any:
         """Stand in for ``_batch_p2p`` where ops and works may be anybody's."""
@@ -271,9 +289,15 @@ class StubStage(_STAGE):  # type: ignore[misc]
     `place` says which stage of which rank it is.
     """
 
+    # Properties of torch's class; values are read faster.
+    is_first = is_last = False
+    has_backward = True
+
     def __init__(self, index: int, num_stages: int, recorder: Recorder) -> None:
         self.stage_index = index
         self.num_stages = num_stages
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
         self.group = recorder.group
         self.group_rank = recorder.group.own_rank
         self.group_size = len(recorder.group.value.ranks)
@@ -283,22 +307,16 @@ class StubStage(_STAGE):  # type: ignore[misc]
         self.stage_index_to_group_rank = {
             stage: stage % self.group_size for stage in range(num_stages)
         }
-        self.has_backward = True
         self.chunks = None
         self.args_recv_info: dict[int, Any] = {0: ()}
         self.act_send_info: dict[int, Any] = {}
         self.output_chunks: list[Any] = []
         self._recorder = recorder
-        self._append = recorder.items.append
         self._ops: list[list[list[Any]]] = []
-        self._numbers = [0, 0, 0, 0]
-        self._forward = 0
 
     def place(self, slot: int) -> None:
         """Take its place among the rank's stages, once all know where stages are."""
         recorder = self._recorder
-        self._numbers = [action_number(slot, kind, 0) for kind in range(len(ACTIONS))]
-        self._forward = self._numbers[0]
         self._ops = []
         for kind in range(len(KINDS)):
             edge = self._edge(kind)
@@ -306,6 +324,8 @@ class StubStage(_STAGE):  # type: ignore[misc]
             symbols = recorder.symbols
             is_none = edge is None or (kind > 1 and not self.has_backward)
             self._ops.append(symbols.nothing if is_none else symbols.of(slot, kind))
+        self._hand_out()
+        self._compute([action_number(slot, kind, 0) for kind in range(len(ACTIONS))])
 
     def _edge(self, kind: int) -> Edge | None:
         """The edge to the neighbour; None if there is none or it is on this rank."""
@@ -323,41 +343,45 @@ class StubStage(_STAGE):  # type: ignore[misc]
             direction, group.ranks[group_peer], group, Pass[name[-1]], self.stage_index
         )
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        return self._ops[0][fwd_chunk_id]
+    def _hand_out(self) -> None:
+        """Give out the shared lists, by functions that cost next to nothing."""
+        sends_f, recvs_f, sends_b, recvs_b = self._ops
+        self.get_fwd_send_ops = sends_f.__getitem__
+        self.get_fwd_recv_ops = recvs_f.__getitem__
+        self.get_bwd_send_ops = sends_b.__getitem__
+        self.get_bwd_recv_ops = recvs_b.__getitem__
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        return self._ops[1][fwd_chunk_id]
+    def _compute(self, numbers: list[int]) -> None:
+        """Write down what is computed; ``numbers`` are the slot's by kind of action."""
+        append = self._recorder.items.append
+        f, b, i, w = numbers
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        return self._ops[2][bwd_chunk_id]
+        def forward_one_chunk(
+            fwd_chunk_id: int,
+            args: Any = None,  # noqa: ARG001 - torch's signature
+            kwargs: Any = None,  # noqa: ARG001
+            save_forward_output: bool = True,  # noqa: ARG001
+        ) -> None:
+            append(fwd_chunk_id * NEXT_ACTION + f)
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        return self._ops[3][bwd_chunk_id]
+        def backward_one_chunk(
+            bwd_chunk_id: int,
+            loss: Any = None,  # noqa: ARG001
+            full_backward: bool = True,
+            last_backward: bool = False,  # noqa: ARG001
+        ) -> None:
+            append(bwd_chunk_id * NEXT_ACTION + (b if full_backward else i))
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: Any = None,  # noqa: ARG002 - torch's signature
-        kwargs: Any = None,  # noqa: ARG002
-        save_forward_output: bool = True,  # noqa: ARG002
-    ) -> Any:
-        self._append(fwd_chunk_id * NEXT_ACTION + self._forward)
+        def backward_weight_one_chunk(bwd_chunk_id: int, *_: Any, **__: Any) -> None:
+            append(bwd_chunk_id * NEXT_ACTION + w)
 
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,  # noqa: ARG002
-        full_backward: bool = True,
-        last_backward: bool = False,  # noqa: ARG002
-    ) -> None:
+        self.forward_one_chunk = forward_one_chunk
         if self.has_backward:
-            number = self._numbers[1 if full_backward else 2]
-            self._append(bwd_chunk_id * NEXT_ACTION + number)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
-        if self.has_backward:
-            self._append(bwd_chunk_id * NEXT_ACTION + self._numbers[3])
+            self.backward_one_chunk = backward_one_chunk
+            self.backward_weight_one_chunk = backward_weight_one_chunk
+        else:
+            self.backward_one_chunk = self.set_local_fwd_input
+            self.backward_weight_one_chunk = self.set_local_fwd_input
 
     def set_local_fwd_input(self, *_: Any, **__: Any) -> None:
         """Nothing to hand over to the next stage of this rank."""
@@ -372,17 +396,23 @@ class StubStage(_STAGE):  # type: ignore[misc]
 class OwnStage(StubStage):
     """A stage for code that is not torch's: its lists are the caller's to change."""
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        return [*super().get_fwd_send_ops(fwd_chunk_id)]
+    def _hand_out(self) -> None:
+        super()._hand_out()
+        for name in _ACCESSORS:
+            setattr(self, name, functools.partial(_copied, getattr(self, name)))
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        return [*super().get_fwd_recv_ops(fwd_chunk_id)]
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        return [*super().get_bwd_send_ops(bwd_chunk_id)]
+_ACCESSORS = (
+    "get_fwd_send_ops",
+    "get_fwd_recv_ops",
+    "get_bwd_send_ops",
+    "get_bwd_recv_ops",
+)
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        return [*super().get_bwd_recv_ops(bwd_chunk_id)]
+
+def _copied(of: Callable[[int], list[Any]], *args: int, **named: int) -> list[Any]:
+    (chunk_id,) = args or named.values()
+    return [*of(chunk_id)]
 
 
 @functools.cache
@@ -469,6 +499,63 @@ def _wait_batch_p2p(original: Callable[..., Any]) -> Any:
             now.append(work)
 
     return wait_batch_p2p
+
+
+class Direct:
+    """Runs torch's own step with the recorder's functions as its globals.
+
+    Nobody else runs this copy of it, so it need not ask, call by call, which thread it
+    is. One copy serves all ranks: Python gets faster at code it has run before.
+    """
+
+    def __init__(self) -> None:
+        self._bind, self._batch_p2p = _batch_p2p_to()
+        self._copies: dict[Any, types.FunctionType] = {}
+
+    def step(self, step: Any, recorder: Recorder) -> Any:
+        """The bound method to call in place of ``step``, for this rank only."""
+        function = inspect.unwrap(step.__func__)
+        if not (recorder.is_plain and isinstance(function, types.FunctionType)):
+            return step
+        copy = self._copies.get(function)
+        if copy is None:
+            copy = self._copies[function] = self._copy(function)
+        append = recorder.items.append
+        self._bind(append)
+        if "_wait_batch_p2p" in copy.__globals__:
+            # A list that was never posted, such as an empty one, holds up nothing.
+            copy.__globals__["_wait_batch_p2p"] = append
+        return types.MethodType(copy, step.__self__)
+
+    def _copy(self, function: types.FunctionType) -> types.FunctionType:
+        names = dict(function.__globals__)
+        if "_batch_p2p" in names:
+            names["_batch_p2p"] = self._batch_p2p
+        copy = types.FunctionType(
+            function.__code__,
+            names,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy
+
+
+def _batch_p2p_to() -> tuple[Callable[[Any], None], Any]:
+    """A ``_batch_p2p`` that writes down what is posted, and what tells it where to."""
+    append: Any = None
+
+    def bind(to: Any) -> None:
+        nonlocal append
+        append = to
+
+    def batch_p2p(p2p_ops: list[Any], desc: str | None = None) -> Any:
+        if p2p_ops:
+            append((p2p_ops, desc))
+        return p2p_ops
+
+    return bind, batch_p2p
 
 
 def _dispatch(function: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -25,6 +25,7 @@ from pptrace.plan import Action, Leave, Plan, Raise, Step
 from pptrace.records import Group, ScheduleRun
 from pptrace.schedules._start_up import StartUp, installed_start_up, start_up
 from pptrace.schedules._stubs import (
+    Direct,
     OwnStage,
     Recorder,
     StubGroup,
@@ -125,6 +126,7 @@ class _Run:
         self._setup = setup
         self._recorders = recorders
         self._is_multi = _is_multi(schedule)
+        self._direct = Direct()
         self._accepted = inspect.signature(schedule).parameters
         self._errors: list[BaseException] = []
         self.described: dict[int, tuple[ScheduleRun, ...]] = {}
@@ -238,7 +240,8 @@ class _Run:
         targets = None if no_targets else [None] * setup.n_microbatches
         items.append(Step(0, is_eval=not has_backward))
         try:
-            schedule._step_microbatches(target_mbs=targets)
+            step = self._direct.step(schedule._step_microbatches, recorder)
+            step(target_mbs=targets)
         except Exception as error:  # noqa: BLE001 - the schedule's own, so a result
             self._errors.append(error)
             text = _describe_error(error)
