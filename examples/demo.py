@@ -90,7 +90,8 @@ def main() -> int:
     finally:
         stop(job)
     run = newest_run(began - 1)
-    if not explained or run is None:
+    report = run / "report.json" if run is not None else None
+    if not explained or report is None or "PPT001" not in report.read_text():
         say("no report appeared: the demo failed")
         return 1
 

@@ -39,6 +39,8 @@ _GATHER_S = 4.0
 _ANSWER_S = 12.0
 """How long the others wait for the report before they say where their file is."""
 _TAIL_RECORDS = 512
+_ECHO_S = 60.0
+"""For how long exceptions of other ranks count as echoes of what was explained."""
 _WATCHDOG_KEYS = ("exception_dump",)
 
 
@@ -68,6 +70,9 @@ class Monitor(threading.Thread):
         self._hinted = False
         self._watchdog_seen = False
         self._next_store_check = 0.0
+        self._next_look = 0.0
+        self._reported: set[int] = set()
+        self._explained_at = float("-inf")
 
     # -- called by other threads ---------------------------------------------------
 
@@ -118,7 +123,10 @@ class Monitor(threading.Thread):
         self._on.preflight.work()
         self._open_store()
         reason, self._reason = self._reason, ""
-        reason = reason or self._stalled()
+        if reason and time.monotonic() - self._explained_at < _ECHO_S:
+            # The job has just been explained: what other ranks raise now follows from it.
+            reason = ""
+        reason = reason or self._stalled() or self._blocked_beside_progress()
         try:
             if self._store is not None:
                 if reason:
@@ -168,6 +176,29 @@ class Monitor(threading.Thread):
             return ""
         self._idle.clear()
         return f"no progress for {still_ns / 1e9:.0f} s on rank {self._box.rank}"
+
+    def _blocked_beside_progress(self) -> str:
+        """A host thread stuck in a call or a wait while another thread goes on."""
+        now = time.monotonic()
+        patience = self.hang_after()
+        if now < self._next_look:
+            return ""
+        self._next_look = now + max(1.0, patience / 4)
+        log = blackbox.read_bytes(self._box.snapshot(256))
+        for record in log.records:
+            if record.kind not in (Kind.OP, Kind.COLLECTIVE) or record.done_ns:
+                continue
+            since = record.wait_ns if record.in_wait else record.posted_ns
+            is_held = record.in_wait or record.in_call
+            waited_s = (time.monotonic_ns() - since) / 1e9
+            if is_held and waited_s > patience and record.seq not in self._reported:
+                self._reported.add(record.seq)
+                self._idle.clear()
+                return (
+                    f"rank {self._box.rank} held for {waited_s:.0f} s in one thread"
+                    " while another goes on"
+                )
+        return ""
 
     def _has_pending(self) -> bool:
         log = blackbox.read_bytes(self._box.snapshot(256))
@@ -237,7 +268,8 @@ class Monitor(threading.Thread):
             logger.warning("pptrace: no report: %s", error, exc_info=error)
             self._hint()
         finally:
-            self._store.set(self._key("reported", round_), "1")
+            is_explained = time.monotonic() - self._explained_at < _ECHO_S
+            self._store.set(self._key("reported", round_), "2" if is_explained else "1")
 
     def _read_tails(self, round_: int) -> dict[int, RankLog]:
         """The tails that arrived; for ranks that did not answer, their files."""
@@ -269,6 +301,8 @@ class Monitor(threading.Thread):
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and not self._stopping:
             if self._store.check([key]):
+                if self._store.get(key) == b"2":
+                    self._explained_at = time.monotonic()
                 return
             time.sleep(0.1)
         self._hint()
@@ -281,6 +315,8 @@ class Monitor(threading.Thread):
 
         report = diagnose(logs, run=str(self._folder), trigger=reason)
         report = add_progress(report, logs, self._folder)
+        if any(f.severity == "error" for f in report.findings):
+            self._explained_at = time.monotonic()
         if report.exit_code == 0:
             # A straggler, or nothing at all: look again later, less eagerly.
             self._patience = min(self._patience * 2, 16.0)
@@ -313,6 +349,9 @@ class Monitor(threading.Thread):
         report = self._explain(logs, reason)
         if report is not None:
             self._publish(report)
+        if report is None or report.exit_code == 0:
+            # A straggler: the next standstill may be more.
+            self._folder.joinpath("report.lock").unlink(missing_ok=True)
         if len(logs) < self._world_size:
             self._hint()
 

@@ -39,32 +39,39 @@ def install(patches: PatchList) -> None:
 
 
 def _issue(original: Callable[..., Any], *, direction: int) -> Callable[..., Any]:
+    # The binding's own names, for those who pass them by keyword.
+    names = ("tensors", "dstRank" if direction == _SEND else "srcRank", "tag")
+
     @functools.wraps(original)
-    def issue(pg: Any, tensors: Any, peer: int, tag: int = 0, **kwargs: Any) -> Any:
+    def issue(*args: Any, **kwargs: Any) -> Any:
         on = active("p2p")
         if on is None:
-            return original(pg, tensors, peer, tag, **kwargs)
-        return _recorded(
-            on,
-            lambda: original(pg, tensors, peer, tag, **kwargs),
-            pg,
-            direction,
-            tensors[0],
-            peer,
-            tag,
-        )
+            return original(*args, **kwargs)
+        call = functools.partial(original, *args, **kwargs)
+        given = dict(zip(("self", *names), args, strict=False)) | kwargs
+        try:
+            pg, tensor = given["self"], given["tensors"][0]
+            peer, tag = int(given[names[1]]), int(given.get("tag", 0))
+        except Exception:  # noqa: BLE001 - not a call torch accepts: let it say so
+            return call()
+        return _recorded(on, call, pg, direction, tensor, peer, tag)
 
     return issue
 
 
 def _recv_anysource(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def recv_anysource(pg: Any, tensors: Any, tag: int = 0, **kwargs: Any) -> Any:
+    def recv_anysource(*args: Any, **kwargs: Any) -> Any:
         on = active("p2p")
         if on is None:
-            return original(pg, tensors, tag, **kwargs)
-        call = functools.partial(original, pg, tensors, tag, **kwargs)
-        return _recorded(on, call, pg, _RECV, tensors[0], -1, tag)
+            return original(*args, **kwargs)
+        call = functools.partial(original, *args, **kwargs)
+        given = dict(zip(("self", "tensors", "tag"), args, strict=False)) | kwargs
+        try:
+            pg, tensor, tag = given["self"], given["tensors"][0], given.get("tag", 0)
+        except Exception:  # noqa: BLE001 - not a call torch accepts: let it say so
+            return call()
+        return _recorded(on, call, pg, _RECV, tensor, -1, int(tag))
 
     return recv_anysource
 
@@ -223,27 +230,29 @@ def _coalesces(ops: Any) -> bool:
 
 def _start_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def start_coalescing(pg: Any, device: Any) -> Any:
+    def start_coalescing(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)  # raises where the backend cannot coalesce
         on = active("p2p")
         if on is not None and on.recorder.context.batch is None:
             batch = guarded(on, "p2p", open_batch, on, [], None)
             if batch is not None:
                 batch.coalesced = True
                 on.recorder.context.batch = batch
-        return original(pg, device)
+        return result
 
     return start_coalescing
 
 
 def _end_coalescing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def end_coalescing(pg: Any, device: Any) -> Any:
-        work = original(pg, device)
+    def end_coalescing(*args: Any, **kwargs: Any) -> Any:
         on = active("p2p")
         batch = on.recorder.context.batch if on is not None else None
-        if on is not None and batch is not None and not batch.ops:
-            on.recorder.context.batch = None  # a batch opened by start_coalescing
-            _returned(on, batch, work)
+        if on is None or batch is None or batch.ops:
+            return original(*args, **kwargs)
+        on.recorder.context.batch = None  # a batch opened by start_coalescing
+        work = original(*args, **kwargs)
+        _returned(on, batch, work)
         return work
 
     return end_coalescing

@@ -74,12 +74,13 @@ def _batch_p2p(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _p2p_ops(original: Callable[..., Any], *, pass_: int) -> Callable[..., Any]:
     @functools.wraps(original)
-    def p2p_ops(self: Any, chunk_id: int) -> Any:
-        ops = original(self, chunk_id)
+    def p2p_ops(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ops = original(self, *args, **kwargs)
         on = active("labels")
         if on is None:
             return ops
         try:
+            chunk_id = int(args[0] if args else next(iter(kwargs.values())))
             for index, op in enumerate(ops):
                 op._pptrace_label = (pass_, self.stage_index, chunk_id, index)
         except Exception as error:  # noqa: BLE001

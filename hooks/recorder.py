@@ -251,6 +251,9 @@ class Recorder:
         peer = self._global_peer(state, group_peer)
         if group_peer < 0:
             flags |= int(Flag.ANY_SOURCE)
+            self.box.set_incomplete(
+                "it receives from any rank: which op such a receive took is not known"
+            )
         signature, numel, nbytes, contiguous = self._payload(tensor)
         k = channel.next_k()
         seq = self.box.record(
@@ -483,9 +486,13 @@ class Recorder:
         self.box.heartbeat(step, pass_, stage, microbatch, int(self.open_steps > 0))
 
     def close(self, status: Status) -> None:
-        """Say how it ended; the file stays."""
+        """Say how it ended; the file stays.
+
+        An exception that left a step stays the last word if no step came after it: an
+        interpreter may end orderly after it, by ``sys.exit`` say.
+        """
         self.heartbeat()
-        if not (status is Status.EXITED and self.exceptions and self.open_steps):
+        if status is not Status.EXITED or self.box.status is not Status.RAISED:
             self.box.set_status(status)
 
 

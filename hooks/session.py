@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -28,7 +30,7 @@ from pptrace.hooks import collectives, p2p, pipelining, torch_compat
 from pptrace.hooks.monitor import Monitor
 from pptrace.hooks.patching import PatchList
 from pptrace.hooks.recorder import Recorder, describe_environment
-from pptrace.hooks.state import Active, set_active
+from pptrace.hooks.state import Active, in_forked_child, set_active
 from pptrace.records import Status
 from pptrace.report import Report
 from pptrace.settings import Settings
@@ -42,7 +44,9 @@ class Session:
     """One `pptrace.enable`, until `disable`."""
 
     def __init__(self, settings: Settings, render: Callable[[Report], str]) -> None:
-        self.settings = settings
+        # The job may change its directory later; reports and hints name the path.
+        self.settings = dataclasses.replace(settings, dir=settings.dir.absolute())
+        self._pid = os.getpid()
         self.folder: Path | None = None
         self._render = render
         self._patches = PatchList()
@@ -62,7 +66,7 @@ class Session:
         atexit.register(self._at_exit)
         if dist.is_initialized():
             self._open(dist.get_rank(), dist.get_world_size())
-        elif (known := _single_node_run()) is not None:
+        elif _OWNER not in os.environ and (known := _single_node_run()) is not None:
             self._open(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), known)
 
     def stop(self) -> None:
@@ -107,6 +111,9 @@ class Session:
         box = self._make_box(folder, rank, world_size, run)
         if box is None:
             return
+        folder = box.path.parent
+        # Children of this process inherit RANK, but they are not the rank.
+        os.environ[_OWNER] = str(os.getpid())
         recorder = Recorder(box, eager=self.settings.eager, rule=self._rule)
         on = Active(self.settings, self._patches, recorder)
         self.folder = folder
@@ -128,15 +135,7 @@ class Session:
         self, folder: Path, rank: int, world_size: int, run: str
     ) -> BlackBox | None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            return BlackBox(
-                folder / file_name(rank),
-                rank=rank,
-                world_size=world_size,
-                run=run,
-                attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                slots=self.settings.ring_slots,
-            )
+            return self._new_box(folder, rank, world_size, run)
         except (OSError, ValueError) as error:
             logger.warning(
                 "pptrace: no black box in %s: %s; training goes on untraced",
@@ -144,6 +143,26 @@ class Session:
                 error,
             )
             return None
+
+    def _new_box(self, folder: Path, rank: int, world_size: int, run: str) -> BlackBox:
+        """A black box in the run's folder, or in ``<run>.2``, ``.3``, ... beside it.
+
+        An earlier job of the same parent process may have had the name.
+        """
+        for again in itertools.count(1):
+            name = run if again == 1 else f"{run}.{again}"
+            path = folder.with_name(name) / file_name(rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                return BlackBox(
+                    path,
+                    rank=rank,
+                    world_size=world_size,
+                    run=run,
+                    attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                    slots=self.settings.ring_slots,
+                )
+        raise AssertionError  # the count has no end
 
     def _join_job(self) -> None:
         """What needs the process group: the emulator, the monitor's store."""
@@ -179,6 +198,7 @@ class Session:
         The main thread is often inside a C++ wait then, where no Python handler would
         run; `faulthandler` writes at once and passes the signal on.
         """
+        in_forked_child.append(self._release_in_child)
         path = box.path.with_suffix(".stacks.txt")
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._stacks = path.open("w", encoding="utf-8")
@@ -194,20 +214,31 @@ class Session:
     def _release_signals(self) -> None:
         if self._stacks is None:
             return
-        faulthandler.unregister(signal.SIGTERM)
-        if self._enabled_faulthandler:
-            faulthandler.disable()
-            self._enabled_faulthandler = False
+        self._release_in_child()
         self._stacks.close()
         self._stacks = None
 
+    def _release_in_child(self) -> None:
+        """Let go of the signals; a forked child keeps the file open but unused."""
+        if self._release_in_child in in_forked_child:
+            in_forked_child.remove(self._release_in_child)
+        theirs = signal.getsignal(signal.SIGTERM)
+        faulthandler.unregister(signal.SIGTERM)
+        if callable(theirs):
+            # unregister puts back what was there at enable(), not what came since.
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(signal.SIGTERM, theirs)
+        if self._enabled_faulthandler:
+            faulthandler.disable()
+            self._enabled_faulthandler = False
+
     def _at_exit(self) -> None:
         on, monitor = self._on, self._monitor
-        if on is None or monitor is None:
+        if on is None or monitor is None or os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)
         with contextlib.suppress(Exception):
-            if isinstance(error, Exception):
+            if isinstance(error, BaseException):
                 on.recorder.exception(error)
                 on.recorder.box.set_status(Status.RAISED)
                 monitor.exception_left_step(error)
@@ -262,9 +293,14 @@ def _single_node_run() -> str | None:
     began = process_start(parent)
     if not began:
         return None
-    return _with_attempt(f"{_stamp(_boot_time() + began / _TICKS)}-{parent}")
+    name = f"{_stamp(_boot_time() + began / _TICKS)}-{parent}"
+    return _with_attempt(
+        f"{name}-{env['MASTER_PORT']}" if "MASTER_PORT" in env else name
+    )
 
 
+_OWNER = "PPTRACE_OWNER_PID"
+"""Set in the environment of a rank for its children to see."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -318,6 +354,8 @@ def _used_before() -> str:
         return ""
     if _start_count > 1:
         return "pptrace was switched off and on again: ops in between are not counted"
+    if any(torch_compat.was_used(group) for group in list(c10d._world.pg_map)):
+        return "enabled after a process group had been used: ops before are not counted"
     kinds = _subclasses(torch_compat.schedule_bases())
     for thing in gc.get_objects():
         if type(thing) in kinds and torch_compat.was_stepped(thing):

@@ -89,6 +89,11 @@ def _forget_in_child() -> None:
     # A forked child (a data loader's worker) shares the mapped file of its parent: it
     # must not write into it.
     set_active(None)
+    for forget in in_forked_child:
+        forget()
 
+
+in_forked_child: list[Callable[[], None]] = []
+"""What else a forked child must let go of."""
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -34,6 +34,7 @@ __all__ = [
     "stage_base",
     "stages_of",
     "was_stepped",
+    "was_used",
 ]
 
 COLLECTIVES = (
@@ -190,9 +191,23 @@ def dtype_name(dtype: torch.dtype) -> str:
 def backend_name(group: Any) -> str:
     """The backend that carries P2P of a group: ``gloo``, ``nccl``, ..."""
     try:
-        return str(c10d.get_backend(group))
+        name = str(c10d.get_backend(group))
+        if name.isalpha() and name not in ("undefined", "custom"):
+            return name
+        # Several backends: the one for the device that pipelines run on.
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        kind = type(group._get_backend(device)).__name__
+        return kind.removeprefix("ProcessGroup").lower()
     except Exception:  # noqa: BLE001 - a foreign ProcessGroup class; name only
         return ""
+
+
+def was_used(group: Any) -> bool:
+    """Whether a group has already run something: collectives, on gloo P2P as well."""
+    try:
+        return bool(group._get_sequence_number_for_group() > 0)
+    except Exception:  # noqa: BLE001 - a backend that does not count
+        return False
 
 
 def is_eager(group: Any) -> bool:
@@ -214,13 +229,17 @@ def open_root_store() -> Any | None:
         store = store.underlying_store
     if isinstance(store, HashStore):
         return None  # lives in this process only
-    if hasattr(store, "clone"):
+    patience = timedelta(seconds=5)
+    if isinstance(store, TCPStore):
+        # Not its clone(): that would wait for as long as the job's own connection.
+        clone: Any = TCPStore(
+            store.host, store.port, None, False, patience, wait_for_workers=False
+        )
+    elif hasattr(store, "clone"):
         clone = store.clone()
-    elif isinstance(store, TCPStore):
-        clone = TCPStore(store.host, store.port, is_master=False)
     elif isinstance(store, FileStore):
         clone = FileStore(getattr(store, "path"), -1)  # noqa: B009 - not in torch's stubs
     else:
         return None
-    clone.set_timeout(timedelta(seconds=5))
+    clone.set_timeout(patience)
     return clone

@@ -130,7 +130,12 @@ def disable() -> None:
     """
     session = sys.modules.get("pptrace.hooks.session")
     if session is not None:
+        current = session.current()
         session.stop()
+        if current is not None and current.settings.fix:
+            from pptrace import schedules
+
+            schedules.uninstall()
 
 
 def check(schedule: type | str, **numbers: Any) -> CheckResult:

@@ -84,6 +84,7 @@ _O_TEXT_USED = _LIVE + 48
 _O_CHANNELS_USED = _LIVE + 56
 _O_INCOMPLETE = _LIVE + 64  # text id of the reason, 0 if counts can be trusted
 _O_NOW = _LIVE + 72  # step, pass, stage, microbatch, state: refreshed by the monitor
+_O_NAMESPACE = _LIVE + 136  # inode of the pid namespace: pids mean something in it only
 _O_EMULATION = _LIVE + 112  # hosts blocked, messages sent, messages received
 _U64 = struct.Struct("<Q")
 _U64x2 = struct.Struct("<QQ")
@@ -168,6 +169,13 @@ def _boot_id() -> str:
         return ""
 
 
+def _pid_namespace() -> int:
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
+
+
 class BlackBox:
     """The writing side: one open, mapped file.
 
@@ -176,6 +184,7 @@ class BlackBox:
     record has a slot of its own without a lock.
 
     Raises:
+        FileExistsError: there is such a file already.
         OSError: the file cannot be made or mapped (folder missing, disk full).
     """
 
@@ -197,7 +206,9 @@ class BlackBox:
         self._text_offset = _PAGE + _CHANNELS * _CHANNEL_BYTES
         self._ring_offset = self._text_offset + _TEXT_BYTES
         size = self._ring_offset + slots * _SLOT_BYTES
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        # Never into a file that is there: another job may have it mapped, and cutting
+        # it off would kill that job (SIGBUS).
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             # Reserve the blocks now: a full disk must show here as an error, not later
             # as SIGBUS inside the user's training step.
@@ -239,6 +250,7 @@ class BlackBox:
             run.encode()[:64],
         )
         _U64x2.pack_into(self._map, _O_NEXT_SEQ, 1, time.monotonic_ns())
+        _U64.pack_into(self._map, _O_NAMESPACE, _pid_namespace())
 
     # -- hot path ------------------------------------------------------------------
 
@@ -368,7 +380,11 @@ class BlackBox:
         data = value.encode("utf-8", "replace")
         start = self._text_used
         end = start + _ENTRY.size + len(data)
-        if end > _TEXT_BYTES:
+        # The last quarter is kept for what a verdict cannot do without.
+        limit = (
+            _TEXT_BYTES if tag == _TEXT or value[:1] == "{" else _TEXT_BYTES * 3 // 4
+        )
+        if end > limit:
             return 0
         at = self._text_offset + start
         _ENTRY.pack_into(self._map, at, len(data), tag)
@@ -459,6 +475,11 @@ class BlackBox:
             _U64.pack_into(self._map, _O_INCOMPLETE, self.text(reason) or 1)
 
     @property
+    def status(self) -> Status:
+        """What was said last."""
+        return Status(_U64.unpack_from(self._map, _O_STATUS)[0])
+
+    @property
     def progress_ns(self) -> int:
         """Monotonic time of the last record or of the last time set in one."""
         return int(_U64.unpack_from(self._map, _O_PROGRESS)[0])
@@ -521,7 +542,8 @@ def read(path: str | os.PathLike[str], *, tail: int | None = None) -> RankLog:
     except OSError as error:
         raise InputError(path, f"cannot be read: {error.strerror}") from None
     log = read_bytes(data, path=str(path), tail=tail)
-    _add_process_state(log, Path(path), process_started=_identity(data)[15])
+    namespace = _U64.unpack_from(data, _O_NAMESPACE)[0]
+    _add_process_state(log, Path(path), _identity(data)[15], namespace)
     return log
 
 
@@ -738,9 +760,12 @@ def _to_record(
     )
 
 
-def _add_process_state(log: RankLog, path: Path, process_started: int) -> None:
+def _add_process_state(
+    log: RankLog, path: Path, process_started: int, namespace: int
+) -> None:
     """Is the process alive; did a signal that leaves a trace end it."""
-    if log.boot_id and log.boot_id == _boot_id():
+    is_same_host = bool(log.boot_id) and log.boot_id == _boot_id()
+    if is_same_host and namespace in (0, _pid_namespace()):
         log.alive = process_start(log.pid) == process_started != 0
     stacks = path.with_suffix(".stacks.txt")
     try:

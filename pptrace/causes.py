@@ -276,6 +276,8 @@ def _wrong_rank(scene: Scene, root: Root) -> Cause | None:
                 or other not in group.ranks
                 or group.ranks.index(other) != record.peer
                 or not same_thing(record, theirs)
+                or (record.numel, record.signature.dtype)
+                != (theirs.numel, theirs.signature.dtype)
             ):
                 continue
             way = "sends to" if is_send else "receives from"

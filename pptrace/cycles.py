@@ -257,12 +257,26 @@ def _around(scene: Scene, root: Root) -> list[tuple[int, Edge, int]]:
     rank = start
     while rank not in seen:
         seen[rank] = len(path)
-        step = next(((e, r) for e, r in scene.graph.waits_on(rank) if r in ranks), None)
+        step = next(
+            ((e, r) for e, r in scene.graph.waits_on(rank) if r in ranks),
+            _step_of_stream(root, rank),
+        )
         if step is None:
             return path
         path.append((rank, step[0], step[1]))
         rank = step[1]
     return path[seen[rank] :]
+
+
+def _step_of_stream(root: Root, rank: int) -> tuple[Edge, int] | None:
+    """Where a cycle goes on from a rank whose host waits for something outside it."""
+    for edge in root.inside:
+        if edge.waiter == rank and not isinstance(edge.target, Hub):
+            target = edge.target
+            holder = target if isinstance(target, int) else target.rank
+            if holder != rank:
+                return edge, holder
+    return None
 
 
 def _batch_cycle(scene: Scene, root: Root) -> Cause:

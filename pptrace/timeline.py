@@ -194,11 +194,12 @@ def build(logs: Mapping[int, RankLog]) -> Timeline:
     channels = match(logs)
     hosts = _hosts(logs)
     walls = {rank: _wall_offset(logs, ranks) for ranks in hosts for rank in ranks}
+    # Where counts may be off, a pair is one only if both sides call it the same.
     pairs = [
         pair
         for view in channels.values()
-        if not view.incomplete
         for pair in view.pairs()
+        if not view.incomplete or pair.send.record.label == pair.recv.record.label
     ]
     corrections, residual = _align(pairs, hosts, walls)
     offsets = {

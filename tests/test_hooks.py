@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -414,6 +415,98 @@ dist.destroy_process_group()
         )
         assert out.splitlines()[:2] == ["0", "True"]
 
+    def test_what_forked_children_do_is_not_the_ranks(self, tmp_path: Path) -> None:
+        """A child's end, by exit or by SIGTERM, leaves no trace in the rank's files."""
+        out = in_child(
+            """
+            import atexit, signal, subprocess
+            pptrace.enable("out")
+            store = dist.HashStore()
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            for end in ("exit", "term"):
+                pid = os.fork()
+                if pid == 0:
+                    if end == "exit":
+                        atexit._run_exitfuncs()  # gloo's own end hangs in a fork
+                        os._exit(0)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(60)
+                os.waitpid(pid, 0)
+            from pptrace import blackbox
+            log = blackbox.read(pptrace.run_folder() / blackbox.file_name(0))
+            print(log.status.name, repr(log.stacks))
+            code = "import pptrace, os; print('boxes', len(os.listdir('out')))"
+            env = os.environ | {"PPTRACE": "1", "PPTRACE_DIR": "out", "RANK": "0",
+                                "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+            print(subprocess.check_output([sys.executable, "-c", code], env=env, text=True))
+            """,
+            tmp_path,
+        )
+        assert out.splitlines()[:2] == ["RUNNING ''", "boxes 1"]
+
+    def test_the_users_signal_handler_survives_disable(self, tmp_path: Path) -> None:
+        """A handler for SIGTERM set while pptrace was on is still there after it."""
+        out = in_child(
+            """
+            import signal
+            pptrace.enable("out")
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=1)
+            signal.signal(signal.SIGTERM, lambda *_: print("HANDLED"))
+            pptrace.disable()
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("STILL HERE")
+            """,
+            tmp_path,
+        )
+        assert out.split("\n")[:2] == ["HANDLED", "STILL HERE"]
+
+    def test_keyword_calls_of_the_binding_work(self, tmp_path: Path) -> None:
+        """``ProcessGroup.send(..., dstRank=)`` is a legal call and recorded."""
+        script = write_script(
+            tmp_path,
+            """
+            pptrace.enable(os.environ["OUT"])
+            dist.init_process_group("gloo")
+            group = dist.distributed_c10d._get_default_group()
+            x = torch.ones(3)
+            if dist.get_rank() == 0:
+                group.send(tensors=[x], dstRank=1, tag=0).wait()
+            else:
+                group.recv([x], srcRank=0, tag=0).wait()
+            dist.destroy_process_group()
+            """,
+        )
+        job = torchrun(script, 2, OUT=str(tmp_path / "out"))
+        assert job.returncode == 0, job.output
+        log = blackbox.read(run_folder(tmp_path / "out") / blackbox.file_name(1))
+        assert [(r.peer, r.done_ns > 0) for r in log.records] == [(0, True)]
+
+    def test_a_black_box_is_never_written_over(self, tmp_path: Path) -> None:
+        """A second job of the same parent process gets a folder of its own."""
+        script = write_script(
+            tmp_path,
+            """
+            pptrace.enable(os.environ["OUT"])
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=1)
+            print(pptrace.run_folder().name)
+            """,
+        )
+        env = os.environ | {
+            "OUT": str(tmp_path / "out"),
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+        }
+        names = [
+            subprocess.check_output(
+                [sys.executable, str(script)], env=env, text=True, timeout=60
+            )
+            for _ in range(2)
+        ]
+        assert names[1].strip() == names[0].strip() + ".2"
+
     def test_an_unwritable_folder_costs_a_warning_only(self, tmp_path: Path) -> None:
         """Where no black box can be made, training runs untraced and is told so."""
         (tmp_path / "out").write_text("a file where the folder should be")
@@ -464,7 +557,7 @@ dist.destroy_process_group()
             folder = run_folder(tmp_path / when)
             reasons[when] = blackbox.read(folder / blackbox.file_name(1)).incomplete
         assert reasons["early"] == ""
-        assert "after a schedule had run" in reasons["late"]
+        assert "after a process group had been used" in reasons["late"]
         assert "disable() was called" in reasons["off"]
 
 

@@ -350,3 +350,17 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     for name in ("missing.pp", ".", "binary.pp"):
         with pytest.raises(InputError, match="cannot be read"):
             load(tmp_path / name)
+
+
+def test_a_cycle_through_the_queue_of_a_rank_that_waits_elsewhere() -> None:
+    """The host of r0 waits for r1; what is in the cycle is its batch of before."""
+    text = (
+        "group pp = 0 1 2 eager\ngroup dp = 0 1 2 eager\n"
+        "r0: a1 = {S x->1 @dp, R x<-2 @dp}; {S x->1 @dp, R x<-2 @dp}; S x->2 @dp;"
+        " S x->1 @pp\n"
+        "r1: a2 = {R x<-0 @dp, S x->2 @dp}; a3 = {R x<-0 @dp, S x->2 @dp}; wait a3\n"
+        "r2: {R x<-1 @dp, S x->0 @dp}; R x<-0 @dp\n"
+    )
+    result = check_plan(parse(text).plan(), host="blocking")
+    assert result.findings[0].code == "PPT013"
+    assert result.findings[0].culprits == (0, 2)
