@@ -202,10 +202,13 @@ def _from_outside(scene: Scene) -> list[Cause]:
         return []
     first = min(ended, key=lambda s: s.until_ns)
     by = first.log.terminated_by or headline(first.exception)
-    sentence = (
-        f"{names([s.rank for s in ended])} ended by {by} from outside while the"
-        " job was making progress; nothing was stuck"
+    all_wait = all(scene.graph.blocked(rank) for rank in scene.states)
+    how = (
+        "when every rank had only just begun to wait: too short a time to call it stuck"
+        if all_wait
+        else "while the job was making progress; nothing was stuck"
     )
+    sentence = f"{names([s.rank for s in ended])} ended by {by} from outside {how}"
     return [
         Cause(verdicts.ENDED_FROM_OUTSIDE, "note", sentence, (), at_ns=first.until_ns)
     ]
