@@ -31,7 +31,7 @@ from pptrace.hooks.monitor import Monitor
 from pptrace.hooks.patching import PatchList
 from pptrace.hooks.recorder import Recorder, describe_environment
 from pptrace.hooks.state import Active, in_forked_child, set_active
-from pptrace.records import Status
+from pptrace.records import DISABLED, Status
 from pptrace.report import Report
 from pptrace.settings import Settings
 
@@ -79,7 +79,7 @@ class Session:
         atexit.unregister(self._at_exit)
         if self._on is not None:
             recorder = self._on.recorder
-            recorder.box.set_incomplete("pptrace.disable() was called")
+            recorder.box.set_incomplete(DISABLED)
             recorder.close(Status.DISABLED)
             if recorder.emulator is not None:
                 recorder.emulator.close()

@@ -14,6 +14,7 @@ from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
 __all__ = [
+    "DISABLED",
     "NONE",
     "Channel",
     "ChannelState",
@@ -31,6 +32,9 @@ __all__ = [
     "format_ranks",
     "parse_ranks",
 ]
+
+DISABLED = "pptrace.disable() was called"
+"""Why a rank's counts are not complete: ops after that are not in its black box."""
 
 NONE = -1
 """A stage, microbatch or step that is not known."""

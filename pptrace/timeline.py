@@ -20,7 +20,15 @@ from enum import Enum
 from statistics import median_low
 
 from pptrace.matching import ChannelView, Pair, match
-from pptrace.records import Channel, Direction, Flag, Kind, RankLog, Record
+from pptrace.records import (
+    DISABLED,
+    Channel,
+    Direction,
+    Flag,
+    Kind,
+    RankLog,
+    Record,
+)
 
 __all__ = ["Arrow", "HostClock", "Lane", "Row", "Span", "Timeline", "build"]
 
@@ -188,18 +196,23 @@ class Timeline:
         )
 
 
+def _is_counted(view: ChannelView) -> bool:
+    """Whether k tells which send a recorded receive got.
+
+    Ops after `pptrace.disable` are missing at the end: those before it are counted.
+    """
+    reasons = view.incomplete.split("; ") if view.incomplete else []
+    return all(reason.endswith(DISABLED) for reason in reasons)
+
+
 def build(logs: Mapping[int, RankLog]) -> Timeline:
     """Bring all ranks on one clock. ``logs`` is keyed by rank."""
     logs = {rank: logs[rank] for rank in sorted(logs)}
     channels = match(logs)
     hosts = _hosts(logs)
     walls = {rank: _wall_offset(logs, ranks) for ranks in hosts for rank in ranks}
-    # Where counts may be off, a pair is one only if both sides call it the same.
     pairs = [
-        pair
-        for view in channels.values()
-        for pair in view.pairs()
-        if not view.incomplete or pair.send.record.label == pair.recv.record.label
+        pair for view in channels.values() if _is_counted(view) for pair in view.pairs()
     ]
     corrections, residual = _align(pairs, hosts, walls)
     offsets = {

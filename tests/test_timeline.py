@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pptrace.matching import Pair
-from pptrace.records import Direction, Flag, Kind, Pass, RankLog, Status
+from pptrace.records import DISABLED, Direction, Flag, Kind, Pass, RankLog, Status
 from pptrace.timeline import Row, Span, Timeline, _partition, build
 from synthetic import MS, RUN_START_WALL_NS, SECOND, Host, SyntheticRun, one_f_one_b
 
@@ -305,3 +305,12 @@ def test_lanes_hold_every_record_that_lasts(tmp_path: Path) -> None:
         lasting = {Kind.OP, Kind.ACTION, Kind.STEP, Kind.COLLECTIVE}
         recorded = [r.seq for r in log.records if r.kind in lasting]
         assert sorted(shown) == sorted(recorded)
+
+
+def test_a_run_that_ended_with_disable_keeps_its_arrows(tmp_path: Path) -> None:
+    """Ops after ``disable`` are missing, those before it are counted right."""
+    logs = one_f_one_b(tmp_path, 3, 3).finish()
+    whole = len(build(logs).arrows)
+    for log in logs.values():
+        log.incomplete = DISABLED
+    assert len(build(logs).arrows) == whole > 0
