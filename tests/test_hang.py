@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from launch import Job, ranks, run_folder, torchrun, wait_for, write_script
+from pptrace.errors import InputError
 from pptrace.runs import load_run
 from test_hooks import PIPELINE
 
@@ -329,9 +330,10 @@ while True:
     ) as job:
 
         def stepping() -> bool:
-            if not out.exists() or not any(out.iterdir()):
+            try:
+                logs = load_run(out).logs
+            except InputError:  # not there yet, or just being made
                 return False
-            logs = load_run(out).logs
             return len(logs) == 3 and all(log.next_seq > 300 for log in logs.values())
 
         wait_for(stepping, 60, "three ranks that train")
